@@ -20,14 +20,8 @@ from ..tensors import DType
 from ..weights import Weights
 from .encoder_config import EncoderConfig
 from .executor import ComputeDtype, EncoderExecutor, TextBatch
-from .matrices import (
-    DenseMatrix,
-    EncoderLayerWeights,
-    EncoderWeights,
-    LayerNormWeights,
-    Projection,
-    StoredProjection,
-)
+from .encoder_weights import EncoderLayerWeights, EncoderWeights, LayerNormWeights
+from .matrices import DenseMatrix, Projection, StoredProjection
 from .parameters import Parameters, stored_dtype
 from .pooling_config import DENSE_WEIGHTS, Dense
 from .projections import take_linear, take_stacked

@@ -18,13 +18,8 @@ from ..weights import Weights
 from .converted import ones, transposed
 from .encoder import take_layer_norm
 from .fields import Norm
-from .matrices import (
-    DenseMatrix,
-    EncoderLayerWeights,
-    EncoderWeights,
-    LayerNormWeights,
-    Projection,
-)
+from .encoder_weights import EncoderLayerWeights, EncoderWeights, LayerNormWeights
+from .matrices import DenseMatrix, Projection
 from .parameters import Parameters
 from .projections import take_linear, take_stacked
 from .rotary import Floats, Rotary

@@ -30,9 +30,9 @@ _STATEFUL = (
     *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
     *("granitemoehybrid", "bamba", "falcon_h1", "nemotron_h"),
 )
-NATIVE_ONLY = (*_STATEFUL, "gemma4_text", "gemma4_unified_text")
+NATIVE_ONLY = (*_STATEFUL, "gemma3n_text", "gemma4_text", "gemma4_unified_text")
 # Of which files have the fields of a text_config
-WITH_TEXT_CONFIG = ("llama4",)
+WITH_TEXT_CONFIG = ("llama4", "gemma3n")
 # So that a new family is in every test of all of them, but for those of which transformers has no model.
 DECODERS = tuple(
     family
@@ -41,7 +41,7 @@ DECODERS = tuple(
 )
 # Without those that are computed as another one is: for tests that take long.
 DISTINCT_DECODERS = tuple(family for family in DECODERS if family != "glm4_moe_lite")
-DISTINCT_NATIVE = (*DISTINCT_DECODERS, *_STATEFUL, "gemma4_text")  # for tests of the native core
+DISTINCT_NATIVE = (*DISTINCT_DECODERS, *_STATEFUL, "gemma3n_text", "gemma4_text")  # for tests of the native core
 ENCODERS = ("bert", "roberta", "xlm-roberta")
 FAMILIES = DECODERS + ENCODERS
 
@@ -152,6 +152,19 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "sliding_window": 12,
         "query_pre_attn_scalar": 24,
         "sliding_window_pattern": 2,
+    },
+    "gemma3n_text": {
+        "head_dim": 16,
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
+        "sliding_window": 12,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": 300,
+        "laurel_rank": 32,
+        "activation_sparsity_pattern": [0.9, 0.6, 0.0, 0.0, 0.3],
+        "final_logit_softcapping": 8.0,
+        "pad_token_id": 0,
     },
     **gemma4.SETTINGS,
     "granite": {

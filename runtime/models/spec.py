@@ -360,6 +360,10 @@ def native_alone(spec: DecoderSpec) -> str | None:
         "sublayers": set(spec.sublayers) != {Sublayers.BOTH},
         "layer_shapes": not are_alike(spec.layer_shapes),
         "layer_scalars": spec.layer_scalars,
+        "layer_inputs": spec.layer_inputs is not None,
+        "streams": spec.streams is not None,
+        "laurel_rank": spec.laurel_rank > 0,
+        "gate_cuts": set(spec.gate_cuts) != {None},
     }
     return next((name for name, is_there in found.items() if is_there), None)
 

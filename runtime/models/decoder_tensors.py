@@ -111,9 +111,7 @@ def _take_inputs(config: DecoderConfig, inputs: LayerInputs, parameters: Paramet
 def _take_stream_ends(config: DecoderConfig, parameters: Parameters, name: str) -> tuple[Projection, ...]:
     """A matrix for each stream of x but the first."""
     num, size = 0 if config.streams is None else config.streams.num - 1, config.hidden_size
-    return tuple(
-        take_linear(parameters, f"{name}.{number}", size, size, bias=False) for number in range(num)
-    )
+    return tuple(take_linear(parameters, f"{name}.{number}", size, size, bias=False) for number in range(num))
 
 
 def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> DecoderLayerWeights:
@@ -123,7 +121,9 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
     inputs = None
     if config.layer_inputs is not None:
         inputs = _take_layer_inputs(parameters, config.hidden_size, config.layer_inputs.size)
-    streams = None if config.streams is None else _take_streams(parameters, config.hidden_size, config.streams)
+    streams = (
+        None if config.streams is None else _take_streams(parameters, config.hidden_size, config.streams)
+    )
     laurel = _take_laurel(config, parameters) if config.laurel_rank else None
     scalar = parameters.take_norm("layer_scalar", 1) if config.has_layer_scalars else None
     router_gate = parameters.gate() if mixture else None

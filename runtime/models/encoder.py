@@ -19,8 +19,8 @@ from ..errors import ContextLengthError, ModelError, RequestError
 from ..tensors import DType
 from ..weights import Weights
 from .encoder_config import EncoderConfig
-from .executor import ComputeDtype, EncoderExecutor, TextBatch
 from .encoder_weights import EncoderLayerWeights, EncoderWeights, LayerNormWeights
+from .executor import ComputeDtype, EncoderExecutor, TextBatch
 from .matrices import DenseMatrix, Projection, StoredProjection
 from .parameters import Parameters, stored_dtype
 from .pooling_config import DENSE_WEIGHTS, Dense

@@ -27,11 +27,8 @@ __all__ = [
     "DecoderWeights",
     "DenseMatrix",
     "EmbeddingTable",
-    "EncoderLayerWeights",
-    "EncoderWeights",
     "Float8Matrix",
     "IntegerMatrix",
-    "LayerNormWeights",
     "Matrix",
     "Mxfp4Matrix",
     "Projection",
@@ -457,7 +454,7 @@ class DecoderWeights(Struct, frozen=True, eq=False):
     input_embeddings: EmbeddingTable | None = None  # (vocab, num_layers * size): of layers' inputs
     input_projection: Projection | None = None  # of a token's first x, to as many
     input_norm: Tensor | None = None  # (size,)
-    # Of each stream of x but the first, (hidden, hidden): to it before the first layer, and from it behind the last one.
+    # (hidden, hidden) of each stream of x but the first: to it before the first layer, from it behind the last one.
     stream_inputs: tuple[Projection, ...] = ()
     stream_outputs: tuple[Projection, ...] = ()
 

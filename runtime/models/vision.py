@@ -17,8 +17,8 @@ from ..tensors import DType, Tensor, from_float32
 from ..weights import Weights
 from .converted import ones, transposed
 from .encoder import take_layer_norm
-from .fields import Norm
 from .encoder_weights import EncoderLayerWeights, EncoderWeights, LayerNormWeights
+from .fields import Norm
 from .matrices import DenseMatrix, Projection
 from .parameters import Parameters
 from .projections import take_linear, take_stacked

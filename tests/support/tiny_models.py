@@ -41,7 +41,8 @@ DECODERS = tuple(
 )
 # Without those that are computed as another one is: for tests that take long.
 DISTINCT_DECODERS = tuple(family for family in DECODERS if family != "glm4_moe_lite")
-DISTINCT_NATIVE = (*DISTINCT_DECODERS, *_STATEFUL, "gemma3n_text", "gemma4_text")  # for tests of the native core
+# For tests of the native core.
+DISTINCT_NATIVE = (*DISTINCT_DECODERS, *_STATEFUL, "gemma3n_text", "gemma4_text")
 ENCODERS = ("bert", "roberta", "xlm-roberta")
 FAMILIES = DECODERS + ENCODERS
 
@@ -152,19 +153,6 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "sliding_window": 12,
         "query_pre_attn_scalar": 24,
         "sliding_window_pattern": 2,
-    },
-    "gemma3n_text": {
-        "head_dim": 16,
-        "num_hidden_layers": 5,
-        "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
-        "sliding_window": 12,
-        "num_kv_shared_layers": 2,
-        "hidden_size_per_layer_input": 32,
-        "vocab_size_per_layer_input": 300,
-        "laurel_rank": 32,
-        "activation_sparsity_pattern": [0.9, 0.6, 0.0, 0.0, 0.3],
-        "final_logit_softcapping": 8.0,
-        "pad_token_id": 0,
     },
     **gemma4.SETTINGS,
     "granite": {

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from teneral.runtime.backends.choose import BackendChoice, BackendRow
 from teneral.runtime.kv.storage import KVKind, KVStorage
 from teneral.runtime.models.decoder_config import LayerRotary, Sublayers
+from teneral.runtime.models.encoder_weights import EncoderWeights
 from teneral.runtime.models.executor import (
     ComputeDtype,
     EncoderExecutor,
@@ -22,7 +23,6 @@ from teneral.runtime.models.executor import (
     refusal_of,
 )
 from teneral.runtime.models.fields import Norm
-from teneral.runtime.models.encoder_weights import EncoderWeights
 from teneral.runtime.models.matrices import DecoderWeights, DenseMatrix, Projection
 from teneral.runtime.models.spec import Activation, DecoderSpec, EncoderSpec, are_alike
 from teneral.runtime.step.batch import Int64s, StepBatch

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...models.encoder_weights import EncoderWeights, LayerNormWeights
 from ...models.executor import SIZES, Accepts, Floats, TextBatch, any_value, one_of, refusal_of
 from ...models.fields import Norm
-from ...models.encoder_weights import EncoderWeights, LayerNormWeights
 from ...models.matrices import StoredProjection, Tensor
 from ...models.pooling import chosen_rows, normalize, pooled
 from ...models.relative_positions import DistanceTables

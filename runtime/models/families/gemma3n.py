@@ -12,7 +12,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..decoder_config import DecoderConfig, LayerInputs, LayerRotary, LayerShape, Streams, read_common, read_windows
+from ..decoder_config import (
+    DecoderConfig,
+    LayerInputs,
+    LayerRotary,
+    LayerShape,
+    Streams,
+    read_common,
+    read_windows,
+)
 from ..fields import MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Fields, Norm, text_fields
 from .gemma import NAMES, local_rope, main_rope, read_cap
 from .gemma4 import read_sharing
@@ -97,7 +105,9 @@ def _intermediate_sizes(config: Fields) -> list[int]:
 def _inputs(config: Fields) -> LayerInputs:
     """Tokens behind the table's rows take the first one."""
     size = config.integer("hidden_size_per_layer_input", low=1, high=MAX_WIDTH, default=256)
-    return LayerInputs(size, config.integer("vocab_size_per_layer_input", low=1, high=MAX_VOCABULARY, default=262_144))
+    return LayerInputs(
+        size, config.integer("vocab_size_per_layer_input", low=1, high=MAX_VOCABULARY, default=262_144)
+    )
 
 
 def _streams(config: Fields) -> Streams:

@@ -17,8 +17,8 @@ from msgspec import Struct
 
 from ....errors import ModelError
 from ....kv.storage import KVKind
-from ....models.executor import ComputeDtype, Floats
 from ....models.encoder_weights import EncoderWeights
+from ....models.executor import ComputeDtype, Floats
 from ....models.matrices import DecoderWeights
 from ....models.spec import DecoderSpec, EncoderSpec
 from ....step.batch import Int64s, StepBatch

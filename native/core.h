@@ -582,6 +582,7 @@ typedef struct tn_expert {
 #define TN_MAX_CONVOLUTION 16
 #define TN_MAX_DELTA_KEY 256
 #define TN_MAX_MAMBA_STATE 256
+#define TN_MAX_STREAMS 4
 
 /* A layer attends, or convolves: it has a convolution's taps then, `qkv` is to the thirds b, c and x of a row, and
  * `output` takes c * convolution(b * x). Of a model with latents `qkv` is to the inputs of `query_up`, or to query heads
@@ -631,6 +632,14 @@ typedef struct tn_decoder_layer {
     tn_projection input_up;          /* x += norm(input_up(activation(input_gate(x)) * inputs)), behind the MLP */
     tn_vector input_norm;            /* (hidden_size,) */
     tn_vector scalar;                /* (1,) or none: x is multiplied with it at the layer's end */
+    tn_projection laurel_down;       /* with laurel_rank, to as many numbers of attention's input y */
+    tn_projection laurel_up;         /* x becomes (x + attention(y) + y + norm(laurel_up(laurel_down(y)))) / sqrt(2) then */
+    tn_vector laurel_norm;           /* (hidden_size,) */
+    tn_vector stream_norm;           /* (hidden_size,), with num_streams (altup.h), */
+    tn_vector stream_router;         /* (num_streams, hidden_size), */
+    tn_vector stream_predictions;    /* (num_streams * num_streams, num_streams), */
+    tn_vector stream_corrections;    /* (num_streams, num_streams), */
+    tn_vector stream_scale;          /* (hidden_size,) or none: of what the layer's inputs are multiplied with */
     int64_t num_kv_heads;            /* of attention */
     int64_t head_dim;                /* likewise */
     int64_t pool;                    /* number of the pool with its keys and values */
@@ -654,6 +663,8 @@ typedef struct tn_decoder_layer {
     int32_t scales_queries;          /* by the step's query_scales */
     int32_t reads_keys;              /* of an earlier layer: `qkv` is to queries alone, and kv_layer is that layer's */
     int32_t keys_are_values;         /* before their norm; `qkv` is to queries and keys alone */
+    int32_t cuts_gates;              /* an MLP's gates are less their mean and `gate_cut` of their standard deviations, */
+    float gate_cut;                  /* and at least 0, before the activation */
 } tn_decoder_layer;
 
 /* Where `qkv` of a delta net has the numbers of each head. */
@@ -699,6 +710,11 @@ typedef struct tn_decoder {
     int64_t mamba_head_dim;
     int64_t mamba_state_size;       /* of keys and queries: a multiple of 4, at most TN_MAX_MAMBA_STATE */
     int64_t mamba_convolution_size; /* tokens that its convolution sees, at most TN_MAX_CONVOLUTION */
+    int64_t laurel_rank;            /* of a product beside attention, in layers with both parts; 0: there is none. Like the
+                                     * next not of parallel layers, nor with mixtures or Mamba-2 */
+    int64_t num_streams;            /* of x (altup.h), at most TN_MAX_STREAMS, in layers with both parts and inputs of their
+                                     * own, which are added to all but the first; 0: x is one */
+    int64_t active_stream;          /* the one that layers compute */
     float norm_eps;
     float attention_scale;
     float score_cap;                /* as in tn_attention_args */
@@ -754,7 +770,8 @@ typedef struct tn_decoder_step_args {
     const float *local_turns; /* likewise, of layers that say so */
     const int64_t *turn;      /* (num_rows,) */
     const int64_t *slots;     /* (num_rows,) */
-    void *x;                  /* (num_rows, hidden_size): changed to what comes out of the last of the layers */
+    void *x;                  /* (num_rows, hidden_size): changed to what comes out of the last of the layers; with
+                               * num_streams (num_rows, num_streams, hidden_size) */
     void *scratch;            /* on 64 bytes */
     const int64_t *ends;      /* as in tn_attention_args */
     int64_t *chosen;          /* with TN_UP_TO_ROUTER: gets (num_rows, num_experts_used), ascending; else NULL */
@@ -772,6 +789,23 @@ TN_EXPORT int tn_decoder_step(const tn_decoder_step_args *args);
 
 /* Of a step of `num_rows` rows. */
 TN_EXPORT int64_t tn_decoder_scratch_bytes(const tn_decoder *model, int64_t num_rows);
+
+/* ---- streams of a decoder's x (altup.c) ---- */
+
+/* All streams but the first become as large as it: each is multiplied with the root of the mean of its squares, and divided by
+ * its own, of which the mean is at least 1e-5. Squares, means, roots and each product are rounded. */
+typedef struct tn_match_args {
+    size_t size;
+    void *x;           /* (num_rows, num_streams, num_columns): changed */
+    void *mean;        /* (num_rows, num_columns): gets the mean of the streams then; or NULL */
+    int64_t num_rows;
+    int64_t num_streams;
+    int64_t num_columns;
+    int32_t dtype;     /* F32 or BF16 */
+    int32_t reserved;  /* 0 */
+} tn_match_args;
+
+TN_EXPORT int tn_match(const tn_match_args *args);
 
 /* ---- low-rank adapters of decoders (adapters.c) ---- */
 

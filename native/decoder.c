@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "adapters.h"
+#include "altup.h"
 #include "attention.h"
 #include "convolution.h"
 #include "core.h"
@@ -28,6 +29,7 @@ enum { ALIGNMENT = 64 };
 typedef struct {
     const tn_decoder_step_args *args;
     tn_adapted adapted; /* of no layer and site yet */
+    void *x;        /* (num_rows, hidden_size): args->x, or of several streams the active one's */
     void *normed;   /* (num_rows, hidden_size): also what is added to x */
     void *heads;    /* (num_rows, num_heads + 2 num_kv_heads, head_dim), or (num_rows, 3, hidden_size) to convolve; of
                      * latents what `qkv` makes */
@@ -39,7 +41,8 @@ typedef struct {
     tn_latent latent; /* of no layer yet */
     void *gate_up;  /* (num_rows, 2 intermediate_size) */
     void *inner;    /* (num_rows, intermediate_size) */
-    void *shared;   /* (num_rows, hidden_size): what the shared expert adds to a mixture, or Mamba-2 to attention */
+    void *shared;   /* (num_rows, hidden_size): what the shared expert adds to a mixture, or Mamba-2 or a low-rank product
+                     * to attention */
     float *gates;   /* (num_rows,): what it is gated with, before the sigmoid */
     void *permuted; /* (num_rows, permuted_size) */
     void *packed;   /* inputs of one product at a time, as tiles take them */
@@ -55,9 +58,11 @@ static void *take(char **scratch, int64_t num_elements, int dtype) {
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Columns of an MLP between gate and down: of a dense one, or a shared expert; or of a layer's inputs. */
+/* Columns of an MLP between gate and down: of a dense one, or a shared expert; or of a layer's inputs, or what lies
+ * between the two products beside attention. */
 static int64_t most_inner(const tn_decoder *model) {
-    return larger(larger(model->intermediate_size, model->shared_size), model->layer_input_size);
+    const int64_t others = larger(model->layer_input_size, model->laurel_rank);
+    return larger(larger(model->intermediate_size, model->shared_size), others);
 }
 
 /* Columns of what attention makes, or what is in its place. */
@@ -95,6 +100,7 @@ static int64_t lay_out(step_t *step, const tn_decoder *model, int64_t num_rows, 
     const int64_t convolved = model->convolution_size ? model->hidden_size : 0;
     char *next = scratch;
     step->normed = take(&next, num_rows * model->hidden_size, dtype);
+    step->x = take(&next, model->num_streams ? num_rows * model->hidden_size : 0, dtype);
     const int64_t heads = model->latent_rank ? tn_latent_down_size(model)
                                              : (model->num_heads + 2 * model->num_kv_heads) * model->head_dim;
     step->heads = take(&next, num_rows * larger(heads, 3 * convolved), dtype);
@@ -106,7 +112,7 @@ static int64_t lay_out(step_t *step, const tn_decoder *model, int64_t num_rows, 
     step->values = take(&next, num_rows * tn_mamba_values(model), TN_F32);
     step->gate_up = take(&next, num_rows * 2 * most_inner(model), dtype);
     step->inner = take(&next, num_rows * most_inner(model), dtype);
-    const bool has_more = model->shared_size || model->mamba_heads;
+    const bool has_more = model->shared_size || model->mamba_heads || model->laurel_rank;
     step->shared = take(&next, has_more ? num_rows * model->hidden_size : 0, dtype);
     step->gates = take(&next, model->shared_size ? num_rows : 0, TN_F32);
     step->permuted = take(&next, num_rows * model->permuted_size, dtype);
@@ -155,7 +161,7 @@ static void norm_stage(const step_t *step, norm_t norm, tn_region *region) {
     EACH_ROW(region, step->args->num_rows) {
         const int64_t place = row * model->hidden_size;
         void *normed = element_at(step->normed, model->dtype, place);
-        norm_row(model, normed, element_at(step->args->x, model->dtype, place), &norm.weight, &norm.bias);
+        norm_row(model, normed, element_at(step->x, model->dtype, place), &norm.weight, &norm.bias);
         if (model->rounds_inputs) tn_round_to_codes_row(normed, model->hidden_size, model->dtype);
     }
     tn_barrier(region);
@@ -168,7 +174,7 @@ static void residual_stage(const step_t *step, const tn_vector *own, float scale
     const tn_decoder *model = step->args->model;
     EACH_ROW(region, step->args->num_rows) {
         const int64_t place = row * model->hidden_size;
-        void *x = element_at(step->args->x, model->dtype, place);
+        void *x = element_at(step->x, model->dtype, place);
         void *normed = element_at(step->normed, model->dtype, place);
         if (own->data != NULL) norm_row(model, normed, normed, own, NULL);
         if (scale != 1.0f) tn_scale_row(normed, scale, model->hidden_size, model->dtype);
@@ -197,7 +203,7 @@ static void inner_stage(const step_t *step, void *rows, const tn_vector *weight,
 
 /* What a projection behind this norm takes: x itself where there is none. */
 static const void *input_of(const step_t *step, const tn_vector *norm) {
-    return norm->data != NULL ? step->normed : step->args->x;
+    return norm->data != NULL ? step->normed : step->x;
 }
 
 static tn_adapted adapted_at(const step_t *step, int64_t layer, int32_t site) {
@@ -363,7 +369,20 @@ static void convolution_stages(const step_t *step, const tn_decoder_layer *layer
     tn_convolution_stages(&convolution, region);
 }
 
-/* Columns of gate and the same ones of up, and at once what becomes of them, while they are in the cache. */
+/* inner = activation(gate) * up of a row's columns [begin, end). */
+static void activate(const step_t *step, const tn_decoder_layer *layer, int64_t row, int64_t begin, int64_t end) {
+    const tn_decoder *model = step->args->model;
+    const bool has_gate = !model->plain_mlp;
+    const int64_t num_out = layer->gate_up.num_out, inner = num_out / (has_gate ? 2 : 1);
+    void *gate = element_at(step->gate_up, model->dtype, row * num_out + begin);
+    if (model->gate_scale != 1.0f) tn_scale_row(gate, model->gate_scale, end - begin, model->dtype);
+    tn_activate_row(element_at(step->inner, model->dtype, row * inner + begin), gate,
+                    has_gate ? element_at(gate, model->dtype, inner) : NULL, end - begin, model->activation,
+                    model->dtype);
+}
+
+/* Columns of gate and the same ones of up, and at once what becomes of them, while they are in the cache; where gates are
+ * cut, once a row has all of them. */
 static void mlp_stage(const step_t *step, const tn_decoder_layer *layer, int64_t index, tn_region *region) {
     const tn_decoder *model = step->args->model;
     const bool has_gate = !model->plain_mlp;
@@ -378,14 +397,13 @@ static void mlp_stage(const step_t *step, const tn_decoder_layer *layer, int64_t
     EACH_COLUMNS(region, inner) {
         adapted_columns(&product, &adapted, begin, end);
         if (has_gate) adapted_columns(&product, &adapted, inner + begin, inner + end);
-        for (int64_t row = 0; row < num_rows; row++) {
-            const int64_t gate = row * layer->gate_up.num_out + begin;
-            if (model->gate_scale != 1.0f)
-                tn_scale_row(element_at(step->gate_up, dtype, gate), model->gate_scale, end - begin, dtype);
-            tn_activate_row(element_at(step->inner, dtype, row * inner + begin), element_at(step->gate_up, dtype, gate),
-                            has_gate ? element_at(step->gate_up, dtype, gate + inner) : NULL, end - begin,
-                            model->activation, dtype);
-        }
+        for (int64_t row = 0; row < num_rows && !layer->cuts_gates; row++) activate(step, layer, row, begin, end);
+    }
+    tn_barrier(region);
+    if (!layer->cuts_gates) return;
+    EACH_ROW(region, num_rows) {
+        tn_cut_gates_row(element_at(step->gate_up, dtype, row * layer->gate_up.num_out), inner, layer->gate_cut, dtype);
+        activate(step, layer, row, 0, inner);
     }
     tn_barrier(region);
 }
@@ -426,7 +444,7 @@ static void router_stages(const step_t *step, const tn_decoder_layer *layer, tn_
         const float factor = (float)(1.0 / sqrt((double)num));
         EACH_ROW(region, step->args->num_rows) {
             void *normed = element_at(step->normed, model->dtype, row * num);
-            tn_norm_row(normed, element_at(step->args->x, model->dtype, row * num), &layer->router_norm, num,
+            tn_norm_row(normed, element_at(step->x, model->dtype, row * num), &layer->router_norm, num,
                         model->norm_eps, TN_RMS, model->dtype);
             tn_scale_row(normed, factor, num, model->dtype);
         }
@@ -522,6 +540,20 @@ static void attention_stages(const step_t *step, const tn_decoder_layer *layer, 
     project_stage(step, &layer->output, &at_output, step->attended, step->normed, region);
 }
 
+static tn_altup altup_of(const step_t *step, const tn_decoder_layer *layer) {
+    return (tn_altup){step->args->model, layer, step->args->x, step->x, step->normed, step->args->num_rows};
+}
+
+/* The product beside attention, whose input `normed` holds and keeps. */
+static void laurel_stages(const step_t *step, const tn_decoder_layer *layer, tn_region *region) {
+    const tn_altup altup = altup_of(step, layer);
+    const tn_adapted none = {0};
+    const void *x = input_of(step, &layer->attention_norm);
+    project_stage(step, &layer->laurel_down, &none, x, step->gate_up, region);
+    project_stage(step, &layer->laurel_up, &none, step->gate_up, step->shared, region);
+    tn_laurel_stage(&altup, x, step->shared, region);
+}
+
 /* The end of a layer: what its last part adds, and what the layer's own inputs do. `normed` holds `next` of x then. */
 static void last_stages(const step_t *step, int64_t index, const tn_vector *own, float scale, norm_t next,
                         tn_region *region) {
@@ -535,8 +567,10 @@ static void last_stages(const step_t *step, int64_t index, const tn_vector *own,
     const tn_adapted none = {0};
     const norm_t no_norm = {0};
     const int64_t num = model->layer_input_size;
+    const tn_altup altup = altup_of(step, layer);
     residual_stage(step, own, scale, NULL, no_norm, region);
-    project_stage(step, &layer->input_gate, &none, args->x, step->gate_up, region);
+    if (model->num_streams) tn_altup_correct_stage(&altup, region);
+    project_stage(step, &layer->input_gate, &none, step->x, step->gate_up, region);
     EACH_ROW(region, args->num_rows) {
         void *inner = element_at(step->inner, model->dtype, row * num);
         const void *gate = element_at(step->gate_up, model->dtype, row * num);
@@ -546,7 +580,10 @@ static void last_stages(const step_t *step, int64_t index, const tn_vector *own,
     }
     tn_barrier(region);
     project_stage(step, &layer->input_up, &none, step->inner, step->normed, region);
-    residual_stage(step, &layer->input_norm, 1.0f, &layer->scalar, next, region);
+    if (model->num_streams)
+        tn_altup_spread_stage(&altup, step->normed, region);
+    else
+        residual_stage(step, &layer->input_norm, 1.0f, &layer->scalar, next, region);
 }
 
 /* The layer's attention, or what is in its place or parallel to it. `normed` holds its input, and then the MLP's, or
@@ -557,13 +594,20 @@ static void mixer_stages(const step_t *step, int64_t index, norm_t next, tn_regi
     const tn_vector *own = &layer->attention_output_norm;
     const bool attends = layer->qkv.num_parts > 0, has_mamba = layer->mamba_in.num_parts > 0;
     const norm_t none = {0};
+    if (model->laurel_rank) laurel_stages(step, layer, region);
     if (has_mamba) mamba_stages(step, layer, index, attends ? step->shared : step->normed, region);
     if (attends) attention_stages(step, layer, index, region);
     if (attends && has_mamba) sum_stage(step, region);
-    if (has_mlp(layer))
-        residual_stage(step, own, model->residual_scale, NULL, model->parallel ? none : mlp_norm(layer), region);
-    else
+    if (!has_mlp(layer)) {
         last_stages(step, index, own, model->residual_scale, next, region);
+        return;
+    }
+    const bool is_last = !model->parallel && !model->laurel_rank; /* of what comes before the MLP's norm */
+    residual_stage(step, own, model->residual_scale, NULL, is_last ? mlp_norm(layer) : none, region);
+    if (!model->laurel_rank) return;
+    const tn_altup altup = altup_of(step, layer);
+    tn_laurel_join_stage(&altup, step->shared, region);
+    norm_stage(step, mlp_norm(layer), region);
 }
 
 static void up_to_router_body(void *arg, tn_region *region, int id) {
@@ -588,17 +632,24 @@ static void from_router_on_body(void *arg, tn_region *region, int id) {
     last_stages(step, args->first, &layer->mlp_output_norm, args->model->mlp_residual_scale, none, region);
 }
 
-/* The layers one after another; `normed` holds the first one's input, and each leaves the next one's there. */
+/* The layers one after another; `normed` holds the first one's input, and each leaves the next one's there, unless that is a
+ * prediction yet to be made. */
 static void step_body(void *arg, tn_region *region, int id) {
     (void)id;
     const step_t *step = arg;
     const tn_decoder_step_args *args = step->args;
     const tn_decoder *model = args->model;
     const norm_t none = {0};
-    norm_stage(step, first_norm(&model->layers[args->first]), region);
+    if (!model->num_streams) norm_stage(step, first_norm(&model->layers[args->first]), region);
     for (int64_t index = args->first; index < args->end; index++) {
         const tn_decoder_layer *layer = &model->layers[index];
-        const norm_t next = index + 1 < args->end ? first_norm(&model->layers[index + 1]) : none;
+        const bool is_next = index + 1 < args->end && !model->num_streams;
+        const norm_t next = is_next ? first_norm(&model->layers[index + 1]) : none;
+        if (model->num_streams) {
+            const tn_altup altup = altup_of(step, layer);
+            tn_altup_predict_stage(&altup, region);
+            norm_stage(step, first_norm(layer), region);
+        }
         if (has_mixer(layer)) mixer_stages(step, index, next, region);
         if (!has_mlp(layer)) continue;
         if (!model->parallel && layer->experts == NULL) mlp_stage(step, layer, index, region);
@@ -637,12 +688,17 @@ static int run_step(const tn_decoder_step_args *args, const tn_adapted *adapted)
          model->delta_convolution_size > TN_MAX_CONVOLUTION || model->delta_value_heads % model->delta_key_heads))
         return TN_REFUSED;
     if (model->mamba_heads && (!tn_mamba_fits(model) || model->parallel)) return TN_REFUSED;
+    const bool has_streams = model->num_streams > 0 || model->laurel_rank > 0;
+    if (has_streams && (model->parallel || model->num_experts || model->mamba_heads)) return TN_REFUSED;
+    if (model->num_streams > TN_MAX_STREAMS || (model->num_streams && !model->layer_input_size)) return TN_REFUSED;
+    if (model->num_streams && (model->active_stream < 0 || model->active_stream >= model->num_streams)) return TN_REFUSED;
     if (kv->dtype == TN_I8 ? kv->scale == NULL : kv->dtype != model->dtype) return TN_REFUSED;
     if (args->first == args->end) return TN_OK;
     if (args->half != TN_WHOLE_LAYERS && (args->end != args->first + 1 || model->layers[args->first].experts == NULL))
         return TN_REFUSED;
     step_t step = {.args = args, .adapted = *adapted};
     lay_out(&step, model, args->num_rows, args->scratch);
+    if (!model->num_streams) step.x = args->x;
     if (args->half == TN_UP_TO_ROUTER) {
         if (args->chosen == NULL) return TN_REFUSED;
         tn_run(up_to_router_body, &step);

@@ -19,7 +19,7 @@
     each(tn_kv) each(tn_heads_args) each(tn_span) each(tn_save) each(tn_attention_args)                      \
     each(tn_distances) each(tn_text_attention_args) each(tn_part) each(tn_projection)                        \
     each(tn_expert) each(tn_decoder_layer) each(tn_decoder) each(tn_decoder_step_args) each(tn_encoder_layer) each(tn_encoder)\
-    each(tn_encoder_step_args) each(tn_mean_args) each(tn_add_args)                                                 \
+    each(tn_encoder_step_args) each(tn_mean_args) each(tn_add_args) each(tn_match_args)                                                 \
     each(tn_adapter_part) each(tn_adapter_site) each(tn_adapter_layer) each(tn_adapter_run) each(tn_adapted_step_args)
 
 #define FORMAT(name) "\n" #name " %zu"

@@ -104,11 +104,11 @@ _STACKED = re.compile(
 )
 # A connector is small, and between an encoder's last layer and a decoder's first.
 _STEM = re.compile(
-    r"emb(?!ed_out)|patch|stem|ln_pre|norm_pre|pre_?la?ye?rnorm|connector|\bper_layer_", re.IGNORECASE
+    r"(?<!un)emb(?!ed_out)|patch|stem|ln_pre|norm_pre|pre_?la?ye?rnorm|connector|\bper_layer_", re.IGNORECASE
 )
 _NORM = re.compile(r"norm|\bln_", re.IGNORECASE)
 _OUTPUT = re.compile(
-    r"head|embed_out|pooler|classifier|score|logits|qa_outputs|_projection\b|proj_out|\bcls\b|^output\b|^fc\b"
+    r"head|embed_out|unemb|pooler|classifier|score|logits|qa_outputs|_projection\b|proj_out|\bcls\b|^output\b|^fc\b"
 )
 
 _SortKey = tuple[object, ...]

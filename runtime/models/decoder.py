@@ -325,7 +325,9 @@ class ForwardPass:
     def _entry_tokens(self) -> Int64s:
         """Those whose rows of embeddings the pass begins with."""
         inputs, tokens = self._decoder.spec.layer_inputs, self.batch.tokens
-        return np.append(tokens, inputs.image_row) if inputs is not None and self.batch.images else tokens
+        if inputs is None or not (self.batch.images or (tokens >= inputs.vocab_size).any()):
+            return tokens
+        return np.append(tokens, inputs.default_row)
 
     def _experts(self) -> Int64s:
         """Those that the rows have chosen, ascending."""

@@ -42,6 +42,8 @@ FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "qwen3_next": ("qwen3_5", "Qwen3NextForCausalLM"),
     "gemma2": ("gemma", "Gemma2ForCausalLM"),
     "gemma3_text": ("gemma", "Gemma3ForCausalLM"),
+    "gemma3n_text": ("gemma3n", "Gemma3nForCausalLM"),
+    "gemma3n": ("gemma3n", "Gemma3nForConditionalGeneration"),
     "gemma4_text": ("gemma4", "Gemma4ForCausalLM"),
     "gemma4_unified_text": ("gemma4", "Gemma4UnifiedForCausalLM"),
     "cohere": ("cohere", "CohereForCausalLM"),
@@ -190,7 +192,17 @@ class LayerInputs(Struct, frozen=True):
 
     size: int
     vocab_size: int
-    image_row: int = 0  # that of all tokens of images
+    default_row: int = 0  # that of all tokens of images, and of tokens behind the table's
+
+
+class Streams(Struct, frozen=True):
+    """Streams of x, of which each layer computes one, predicts all before it, and corrects all behind it (AltUp, arXiv
+    2301.13310). The layers' inputs are added to all but the first then.
+    """
+
+    num: int
+    active: int
+    has_scales: bool  # the active one is multiplied with a vector before it meets a layer's inputs
 
 
 class LayerNames(Struct, frozen=True):
@@ -269,6 +281,11 @@ class DecoderConfig(Struct, frozen=True):
     unit_value_norm: bool = False  # values are normalised, head by head, without weights
     layer_shapes: tuple[LayerShape, ...] = ()  # of each; empty: all have the sizes above
     layer_inputs: LayerInputs | None = None
+    streams: Streams | None = None
+    # x becomes (x + attention(y) + y + norm(up(down(y)))) / sqrt(2), with this rank (LAuReL, arXiv 2411.07501); 0: not.
+    laurel_rank: int = 0
+    # Of each layer: gates less their mean and this number of deviations, and at least 0, take their place; None: not.
+    gate_cuts: tuple[float | None, ...] = ()
     has_layer_scalars: bool = False  # a number that x is multiplied with at each layer's end
     gated_attention: bool = False  # outputs are times the sigmoid of a gate behind each head's query
     chunked_windows: bool = False  # windows begin at multiples of their size

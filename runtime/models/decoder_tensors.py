@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ModelError
 from ..tensors import DType, Tensor
 from ..weights import Weights
-from .decoder_config import DecoderConfig, LatentAttention, LayerInputs, LayerRotary
+from .decoder_config import DecoderConfig, LatentAttention, LayerInputs, LayerRotary, Streams
 from .matrices import (
     DecoderLayerWeights,
     DecoderWeights,
     DeltaNetWeights,
     ExpertWeights,
     JoinedMixtureWeights,
+    LaurelWeights,
     LayerInputWeights,
     MambaWeights,
+    Projection,
+    StreamWeights,
 )
 from .parameters import Parameters, stored_dtype
 from .projections import take_embeddings, take_linear, take_stacked
@@ -60,6 +63,7 @@ def take_decoder(config: DecoderConfig, weights: Weights) -> tuple[DecoderWeight
     if names.positions is not None:
         positions = entry.take(f"{names.positions}.weight", config.rope.max_context, config.hidden_size)
     inputs = {} if config.layer_inputs is None else _take_inputs(config, config.layer_inputs, entry)
+    stream_inputs = _take_stream_ends(config, entry, "altup_projections")
     tables = (names.embeddings, *([INPUT_EMBEDDINGS] if inputs else []))
     entry_gate = entry.row_gate(*(f"{table}.weight" for table in tables))
     of_layers = [
@@ -68,6 +72,7 @@ def take_decoder(config: DecoderConfig, weights: Weights) -> tuple[DecoderWeight
     ]
     layers = tuple(_take_layer(config, index, own) for index, own in enumerate(of_layers))
     final = parameters("")
+    stream_outputs = _take_stream_ends(config, final, f"{root}altup_unembed_projections")
     norm = final.take_norm(f"{root}{names.final_norm}.weight", config.hidden_size)
     norm_bias = _take_bias(final, f"{root}{names.final_norm}", config)
     head_name = _head_name(config, weights, f"{root}{names.embeddings}")
@@ -81,6 +86,8 @@ def take_decoder(config: DecoderConfig, weights: Weights) -> tuple[DecoderWeight
         norm_bias=norm_bias,
         positions=positions,
         **inputs,
+        stream_inputs=stream_inputs,
+        stream_outputs=stream_outputs,
         head=head,
         entry_gate=entry_gate,
         head_gate=final.gate(),
@@ -101,6 +108,12 @@ def _take_inputs(config: DecoderConfig, inputs: LayerInputs, parameters: Paramet
     }
 
 
+def _take_stream_ends(config: DecoderConfig, parameters: Parameters, name: str) -> tuple[Projection, ...]:
+    """A matrix for each stream of x but the first."""
+    num, size = 0 if config.streams is None else config.streams.num - 1, config.hidden_size
+    return tuple(take_linear(parameters, f"{name}.{number}", size, size, bias=False) for number in range(num))
+
+
 def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> DecoderLayerWeights:
     mixer = _take_mixer(config, index, parameters) if config.has_mixer(index) else {}
     mixture = config.experts if config.experts is not None and config.experts.layers[index] else None
@@ -108,6 +121,10 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
     inputs = None
     if config.layer_inputs is not None:
         inputs = _take_layer_inputs(parameters, config.hidden_size, config.layer_inputs.size)
+    streams = (
+        None if config.streams is None else _take_streams(parameters, config.hidden_size, config.streams)
+    )
+    laurel = _take_laurel(config, parameters) if config.laurel_rank else None
     scalar = parameters.take_norm("layer_scalar", 1) if config.has_layer_scalars else None
     router_gate = parameters.gate() if mixture else None
     experts, expert_gate = _take_experts(config, mixture, parameters) if mixture else ((), None)
@@ -119,6 +136,8 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
         expert_gate=expert_gate,
         inputs=inputs,
         scalar=scalar,
+        streams=streams,
+        laurel=laurel,
         gate=parameters.gate(),
     )
 
@@ -189,6 +208,26 @@ def _take_layer_inputs(parameters: Parameters, hidden_size: int, size: int) -> L
         take_linear(parameters, "per_layer_input_gate", hidden_size, size, bias=False),
         take_linear(parameters, "per_layer_projection", size, hidden_size, bias=False),
         parameters.take_norm("post_per_layer_input_norm.weight", hidden_size),
+    )
+
+
+def _take_streams(parameters: Parameters, hidden_size: int, streams: Streams) -> StreamWeights:
+    num = streams.num
+    return StreamWeights(
+        parameters.take_norm("altup.router_norm.weight", hidden_size),
+        parameters.take("altup.modality_router.weight", num, hidden_size),
+        parameters.take("altup.prediction_coefs.weight", num * num, num),
+        parameters.take("altup.correction_coefs.weight", num, num),
+        parameters.take_norm("altup.correct_output_scale", hidden_size) if streams.has_scales else None,
+    )
+
+
+def _take_laurel(config: DecoderConfig, parameters: Parameters) -> LaurelWeights:
+    hidden_size, rank = config.hidden_size, config.laurel_rank
+    return LaurelWeights(
+        take_linear(parameters, "laurel.linear_left", hidden_size, rank, bias=False),
+        take_linear(parameters, "laurel.linear_right", rank, hidden_size, bias=False),
+        parameters.take_norm("laurel.post_laurel_norm.weight", hidden_size),
     )
 
 

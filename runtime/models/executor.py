@@ -18,7 +18,8 @@ from msgspec.structs import asdict
 from ..kv.storage import KVKind
 from ..step.batch import Int64s, StepBatch
 from ..tensors import DType
-from .matrices import DecoderWeights, EncoderWeights
+from .encoder_weights import EncoderWeights
+from .matrices import DecoderWeights
 from .spec import DecoderSpec, EncoderSpec
 
 Activations = Any  # (T, hidden_size) in the spec's dtype, in a form of the executor's own
@@ -266,6 +267,7 @@ def refusal_of_formats(weights: DecoderWeights, table: Mapping[type[Any], Any], 
             *(layer.query_up, layer.key_value_up),
             *(() if layer.inputs is None else (layer.inputs.gate, layer.inputs.up)),
             *(() if layer.mamba is None else (layer.mamba.inputs, layer.mamba.output)),
+            *(() if layer.laurel is None else (layer.laurel.down, layer.laurel.up)),
         ):
             if projection is None or not projection.is_settled:
                 continue

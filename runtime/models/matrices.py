@@ -27,11 +27,8 @@ __all__ = [
     "DecoderWeights",
     "DenseMatrix",
     "EmbeddingTable",
-    "EncoderLayerWeights",
-    "EncoderWeights",
     "Float8Matrix",
     "IntegerMatrix",
-    "LayerNormWeights",
     "Matrix",
     "Mxfp4Matrix",
     "Projection",
@@ -368,6 +365,24 @@ class LayerInputWeights(Struct, frozen=True, eq=False):
     norm: Tensor  # (hidden,)
 
 
+class StreamWeights(Struct, frozen=True, eq=False):
+    """Of what a layer predicts and corrects streams of x with: floats of any of BF16, F16, F32."""
+
+    norm: Tensor  # (hidden,)
+    router: Tensor  # (streams, hidden)
+    predictions: Tensor  # (streams * streams, streams)
+    corrections: Tensor  # (streams, streams)
+    scale: Tensor | None  # (hidden,)
+
+
+class LaurelWeights(Struct, frozen=True, eq=False):
+    """Of a product beside attention."""
+
+    down: Projection  # (rank, hidden)
+    up: Projection  # (hidden, rank)
+    norm: Tensor  # (hidden,)
+
+
 class JoinedMixtureWeights(Struct, frozen=True, eq=False):
     """Of a mixture that joins its layer's MLP, (hidden,) each."""
 
@@ -417,6 +432,8 @@ class DecoderLayerWeights(Struct, frozen=True, eq=False):
     value_norm: Tensor | None = None  # (head_dim,)
     inputs: LayerInputWeights | None = None
     scalar: Tensor | None = None  # (1,), of all that the layer makes
+    streams: StreamWeights | None = None
+    laurel: LaurelWeights | None = None
     joined_mixture: JoinedMixtureWeights | None = None  # of a mixture that joins the MLP
 
 
@@ -437,58 +454,10 @@ class DecoderWeights(Struct, frozen=True, eq=False):
     input_embeddings: EmbeddingTable | None = None  # (vocab, num_layers * size): of layers' inputs
     input_projection: Projection | None = None  # of a token's first x, to as many
     input_norm: Tensor | None = None  # (size,)
+    # (hidden, hidden) of each stream of x but the first: to it before the first layer, from it behind the last one.
+    stream_inputs: tuple[Projection, ...] = ()
+    stream_outputs: tuple[Projection, ...] = ()
 
     @property
     def device(self) -> str:
         return self.embeddings.weight.device
-
-
-class LayerNormWeights(Struct, frozen=True, eq=False):
-    """(hidden,) each, of any of BF16, F16, F32."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-class EncoderLayerWeights(Struct, frozen=True, eq=False):
-    qkv: Projection
-    output: Projection
-    attention_norm: LayerNormWeights | None  # None: the layer's attention takes x itself
-    up: Projection  # of a gated MLP: gate, then up
-    down: Projection
-    mlp_norm: LayerNormWeights
-    gate: Gate
-    position_qk: Projection | None = None  # to queries and keys of disentangled positions; None: `qkv` is
-    attention_output_norm: Tensor | None = None  # (hidden,), of what it adds
-    mlp_output_norm: Tensor | None = None
-    query_norm: Tensor | None = None  # (head_dim,)
-    key_norm: Tensor | None = None
-    value_norm: Tensor | None = None
-    # () each, four of a matrix: what its inputs are at least and at most, then its outputs; of queries, keys, values,
-    # output, gate, up and down.
-    bounds: tuple[Tensor, ...] = ()
-
-
-class EncoderWeights(Struct, frozen=True, eq=False):
-    """An encoder's weights; a classifier's have `dense` and `scores`. None: the model has none of the kind."""
-
-    words: Tensor  # (vocab, embedding)
-    positions: Tensor | None  # (max_positions, embedding)
-    types: Tensor | None  # (type_vocab, embedding): row 0 is that of single texts
-    norm: LayerNormWeights | None  # of embeddings
-    layers: tuple[EncoderLayerWeights, ...]
-    entry_gate: RowGate  # of all that a layer does not hold
-    projection: Projection | None = None  # of embeddings, which are narrower than hidden or not, to hidden
-    # Of a position bias (num_buckets, num_heads); disentangled (2 span, hidden).
-    relative: Tensor | None = None
-    relative_norm: LayerNormWeights | None = None  # of disentangled positions
-    final_norm: LayerNormWeights | None = None
-    dense: Projection | None = None
-    head_norm: LayerNormWeights | None = None
-    scores: Projection | None = None
-    sentence: tuple[DenseMatrix, ...] = ()  # what embeddings pass through, there from the start
-    head_gate: Gate | None = None  # of the final norm and a classifier's head
-
-    @property
-    def device(self) -> str:
-        return self.words.device

@@ -16,7 +16,7 @@ from ..tensors import to_float32
 from .encoder_config import Disentangled, PositionBias
 
 if TYPE_CHECKING:
-    from .matrices import EncoderWeights
+    from .encoder_weights import EncoderWeights
     from .spec import EncoderSpec
 
 _SMALLEST_REACH = 127

@@ -26,6 +26,7 @@ from .decoder_config import (
     LayerShape,
     QueryScaling,
     ShortConvolutions,
+    Streams,
     Sublayers,
 )
 from .fields import Norm
@@ -107,6 +108,9 @@ class DecoderSpec(Struct, frozen=True):
     head_dim: int
     layer_shapes: tuple[LayerShape, ...]  # of each layer
     layer_inputs: LayerInputs | None
+    streams: Streams | None  # of x, scaled to one size before the first layer and behind the last one
+    laurel_rank: int  # of a product beside attention; 0: there is none
+    gate_cuts: tuple[float | None, ...]  # of each layer, as `DecoderConfig` has them
     layer_scalars: bool  # a number that x is multiplied with at each layer's end, rounded
     norm: Norm  # of all norms
     norm_eps: float
@@ -200,6 +204,9 @@ class DecoderSpec(Struct, frozen=True):
             head_dim=max(shape.head_dim for shape in shapes),
             layer_shapes=shapes,
             layer_inputs=config.layer_inputs,
+            streams=config.streams,
+            laurel_rank=config.laurel_rank,
+            gate_cuts=config.gate_cuts or (None,) * config.num_layers,
             layer_scalars=config.has_layer_scalars,
             norm=config.norm,
             norm_eps=config.norm_eps,
@@ -353,6 +360,10 @@ def native_alone(spec: DecoderSpec) -> str | None:
         "sublayers": set(spec.sublayers) != {Sublayers.BOTH},
         "layer_shapes": not are_alike(spec.layer_shapes),
         "layer_scalars": spec.layer_scalars,
+        "layer_inputs": spec.layer_inputs is not None,
+        "streams": spec.streams is not None,
+        "laurel_rank": spec.laurel_rank > 0,
+        "gate_cuts": set(spec.gate_cuts) != {None},
     }
     return next((name for name, is_there in found.items() if is_there), None)
 

@@ -128,6 +128,7 @@ def test_a_decoder_is_embedding_layers_by_number_and_head() -> None:
             "model.per_layer_projection_norm.weight",
             "model.norm.weight",
         ),
+        ("model.altup_projections.0.weight", "model.norm.weight model.altup_unembed_projections.2.weight"),
     ],
 )  # fmt: skip
 def test_tensors_outside_layers_are_needed_first_or_last(embed: str, head: str) -> None:

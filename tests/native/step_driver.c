@@ -114,6 +114,11 @@ static tn_kv new_pool(const tn_decoder *model, int layer, int64_t num_blocks, bo
     return kv;
 }
 
+/* Numbers of a row of x. */
+static int64_t num_columns(const tn_decoder *model) {
+    return model->hidden_size * (model->num_streams ? model->num_streams : 1);
+}
+
 /* A layer with a mixture, left in between; scratch keeps nothing. */
 static void run_halves(tn_decoder_step_args *args) {
     const tn_decoder *model = args->model;
@@ -137,7 +142,7 @@ static void run_halves(tn_decoder_step_args *args) {
 static void run(const tn_decoder *model, const tn_kv *kv, const int64_t *blocks, const int64_t *ends,
                 const float *const turns[2], const char *x, const char *inputs, char *out, int64_t begin, int64_t end,
                 float *own_state, tn_save save) {
-    const int64_t num = end - begin, row_bytes = model->hidden_size * (model->dtype == TN_F32 ? 4 : 2);
+    const int64_t num = end - begin, row_bytes = num_columns(model) * (model->dtype == TN_F32 ? 4 : 2);
     int64_t *turn = exactly(8 * (size_t)num), *slots = exactly(8 * (size_t)num);
     for (int64_t i = 0; i < num; i++) {
         turn[i] = begin + i;
@@ -276,6 +281,36 @@ static void add_layer_inputs(tn_decoder *model, tn_decoder_layer layers[LAYERS])
     }
 }
 
+/* Several streams of x, a product beside attention, or both, and gates that are cut; there are norms without biases. */
+static void add_streams(tn_decoder *model, tn_decoder_layer layers[LAYERS]) {
+    const int64_t hidden = model->hidden_size, rank = 1 + random_below(40), more = 1 + random_below(2);
+    const int dtype = model->dtype;
+    if (random_below(2) || !model->layer_input_size) model->laurel_rank = rank;
+    if (model->layer_input_size) model->num_streams = 1 + random_below(TN_MAX_STREAMS);
+    if (model->num_streams) model->active_stream = random_below((int)model->num_streams);
+    if (PARTS * rank > model->permuted_size) model->permuted_size = PARTS * rank;
+    const int64_t num = model->num_streams;
+    for (int n = 0; n < LAYERS; n++) {
+        layers[n].cuts_gates = random_below(2), layers[n].gate_cut = 1.5f - (float)n;
+        if (model->laurel_rank) {
+            layers[n].laurel_down = projection((int)more, hidden, rank, dtype, rank > more);
+            layers[n].laurel_up = projection(1, rank, hidden, dtype, true);
+            layers[n].laurel_norm = vector(hidden, TN_F32);
+        }
+        if (!num) continue;
+        layers[n].stream_norm = vector(hidden, dtype), layers[n].stream_router = vector(num * hidden, dtype);
+        layers[n].stream_predictions = vector(num * num * num, TN_F32);
+        layers[n].stream_corrections = vector(num * num, dtype);
+        if (random_below(2)) layers[n].stream_scale = vector(hidden, dtype);
+    }
+}
+
+static bool have_both_parts(const tn_decoder_layer layers[LAYERS]) {
+    bool have = true;
+    for (int n = 0; n < LAYERS; n++) have &= layers[n].qkv.num_parts && layers[n].gate_up.num_parts;
+    return have;
+}
+
 static void check_decoder(int dtype, bool int8) {
     const int64_t heads = 1 + random_below(2), group = 1 + random_below(3), head_dim = 2 * (2 + random_below(40));
     tn_decoder_layer layers[LAYERS];
@@ -385,15 +420,17 @@ static void check_decoder(int dtype, bool int8) {
     const bool has_others = model.latent_rank || model.convolution_size || values || model.gated_attention;
     if (!has_others && !model.interleaved_qkv && !model.joint_norms && random_below(2)) add_layer_shapes(&model, layers);
     if (random_below(3) == 0 && !has_norm_bias) add_layer_inputs(&model, layers);
+    const bool can_have_streams = !has_norm_bias && !model.parallel && !model.num_experts && !model.mamba_heads;
+    if (can_have_streams && have_both_parts(layers) && random_below(2)) add_streams(&model, layers);
     const int64_t num = 1 + random_below(300), num_blocks = (num + BLOCK_SIZE - 1) / BLOCK_SIZE;
-    const size_t bytes = (size_t)(num * model.hidden_size * (dtype == TN_F32 ? 4 : 2));
+    const size_t bytes = (size_t)(num * num_columns(&model) * (dtype == TN_F32 ? 4 : 2));
     int64_t *blocks = exactly(8 * (size_t)num_blocks);
     for (int64_t n = 0; n < num_blocks; n++) blocks[n] = num_blocks - 1 - n;
     int64_t *ends = random_below(2) ? exactly(8 * (size_t)num) : NULL; /* an image's tokens see one another */
     const int64_t image = random_below((int)num), behind = image + 1 + random_below((int)(num - image));
     for (int64_t n = 0; ends != NULL && n < num; n++) ends[n] = n >= image && n < behind ? behind : n + 1;
     const float *const turns[2] = {numbers(num * model.rotary_dim, TN_F32), numbers(num * model.local_rotary_dim, TN_F32)};
-    const char *x = numbers(num * model.hidden_size, dtype);
+    const char *x = numbers(num * num_columns(&model), dtype);
     const char *inputs = numbers(num * LAYERS * model.layer_input_size, dtype);
     char *whole = exactly(bytes), *pieces = exactly(bytes);
     const int other = layers[LAYERS - 1].pool ? LAYERS - 1 : 0;
@@ -495,6 +532,24 @@ static void check_embeddings(int dtype, int table_dtype) {
     if (tn_embed(&args) != TN_OK) fail("a status");
 }
 
+static void check_streams(int dtype) {
+    const int64_t rows = 1 + random_below(40), streams = 1 + random_below(5), columns = 1 + random_below(300);
+    const int64_t item = dtype == TN_F32 ? 4 : 2, row_bytes = streams * columns * item;
+    char *x = numbers(rows * streams * columns, dtype), *alone = exactly((size_t)row_bytes);
+    memcpy(alone, x + (rows - 1) * row_bytes, (size_t)row_bytes);
+    char *mean = exactly((size_t)(rows * columns * item)), *own_mean = exactly((size_t)(columns * item));
+    tn_match_args args = {sizeof args, x, mean, rows, streams, columns, dtype, 0};
+    tn_set_threads(3);
+    if (tn_match(&args) != TN_OK) fail("a status");
+    args.x = alone, args.mean = own_mean, args.num_rows = 1;
+    if (tn_match(&args) != TN_OK) fail("a status");
+    if (memcmp(alone, x + (rows - 1) * row_bytes, (size_t)row_bytes) ||
+        memcmp(own_mean, mean + (rows - 1) * columns * item, (size_t)(columns * item)))
+        fail("streams of a row have other bits in company");
+    args.mean = NULL;
+    if (tn_match(&args) != TN_OK) fail("a status");
+}
+
 int main(int argc, char **argv) {
     if (tn_start() != TN_OK) {
         printf("the system refuses what this instruction set needs: not run\n");
@@ -504,6 +559,7 @@ int main(int argc, char **argv) {
         const int dtype = turn % 2 ? TN_BF16 : TN_F32;
         check_decoder(dtype, turn % 4 / 2);
         check_encoder(dtype);
+        check_streams(dtype);
         check_embeddings(dtype, turn % 3 == 0 ? TN_I8 : turn % 3 == 1 ? TN_BF16 : TN_F32);
     }
     printf("%s", tn_describe());

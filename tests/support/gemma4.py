@@ -1,4 +1,4 @@
-"""Settings of tiny models of Gemma 4, for `tiny_models.py`: small numbers, so that caps and windows show."""
+"""Settings of tiny models of Gemma 3n and 4, for `tiny_models.py`: small numbers, so that caps and windows show."""
 
 from __future__ import annotations
 
@@ -12,6 +12,19 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 SETTINGS: dict[str, dict[str, Any]] = {
+    "gemma3n_text": {
+        "head_dim": 16,
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
+        "sliding_window": 12,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": 300,
+        "laurel_rank": 32,
+        "activation_sparsity_pattern": [0.9, 0.6, 0.0, 0.0, 0.3],
+        "final_logit_softcapping": 8.0,
+        "pad_token_id": 0,
+    },
     "gemma4_text": {
         **_COMMON,
         "num_hidden_layers": 5,
@@ -28,7 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "num_global_key_value_heads": 1,
     },
 }
-# Overrides of the first one's.
+# Overrides of `gemma4_text`.
 PLAIN: dict[str, Any] = {
     "num_kv_shared_layers": 0,
     "hidden_size_per_layer_input": 0,

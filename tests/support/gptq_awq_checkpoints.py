@@ -10,7 +10,7 @@ from tests.support.quantized import stored_matrix
 from tests.support.tiny_models import config_json, tensors_of
 
 _PROJECTION = re.compile(
-    r"(_proj(_with_mqa|_qkvz?|_z)?|\.w[123]|\.fc[12]|\.c_fc|\.dense(_h_to_4h|_4h_to_h)?|\.query_key_value|\.c_(attn|proj)|\.(input|output)_linear|\.per_layer_(input_gate|projection))\.weight$"
+    r"(_proj(_with_mqa|_qkvz?|_z)?|\.w[123]|\.fc[12]|\.c_fc|\.dense(_h_to_4h|_4h_to_h)?|\.query_key_value|\.c_(attn|proj)|\.(input|output)_linear|\.per_layer_(input_gate|projection)|\.laurel\.linear_(left|right))\.weight$"
 )
 
 

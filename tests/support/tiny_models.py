@@ -30,9 +30,9 @@ _STATEFUL = (
     *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
     *("granitemoehybrid", "bamba", "falcon_h1", "nemotron_h"),
 )
-NATIVE_ONLY = (*_STATEFUL, "gemma4_text", "gemma4_unified_text")
+NATIVE_ONLY = (*_STATEFUL, "gemma3n_text", "gemma4_text", "gemma4_unified_text")
 # Of which files have the fields of a text_config
-WITH_TEXT_CONFIG = ("llama4",)
+WITH_TEXT_CONFIG = ("llama4", "gemma3n")
 # So that a new family is in every test of all of them, but for those of which transformers has no model.
 DECODERS = tuple(
     family
@@ -41,7 +41,8 @@ DECODERS = tuple(
 )
 # Without those that are computed as another one is: for tests that take long.
 DISTINCT_DECODERS = tuple(family for family in DECODERS if family != "glm4_moe_lite")
-DISTINCT_NATIVE = (*DISTINCT_DECODERS, *_STATEFUL, "gemma4_text")  # for tests of the native core
+# For tests of the native core.
+DISTINCT_NATIVE = (*DISTINCT_DECODERS, *_STATEFUL, "gemma3n_text", "gemma4_text")
 ENCODERS = ("bert", "roberta", "xlm-roberta")
 FAMILIES = DECODERS + ENCODERS
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from teneral.runtime.backends.choose import BackendChoice, BackendRow
 from teneral.runtime.kv.storage import KVKind, KVStorage
 from teneral.runtime.models.decoder_config import LayerRotary, Sublayers
+from teneral.runtime.models.encoder_weights import EncoderWeights
 from teneral.runtime.models.executor import (
     ComputeDtype,
     EncoderExecutor,
@@ -22,7 +23,7 @@ from teneral.runtime.models.executor import (
     refusal_of,
 )
 from teneral.runtime.models.fields import Norm
-from teneral.runtime.models.matrices import DecoderWeights, DenseMatrix, EncoderWeights, Projection
+from teneral.runtime.models.matrices import DecoderWeights, DenseMatrix, Projection
 from teneral.runtime.models.spec import Activation, DecoderSpec, EncoderSpec, are_alike
 from teneral.runtime.step.batch import Int64s, StepBatch
 from teneral.runtime.tensors import DType, Tensor, to_float32
@@ -44,7 +45,9 @@ IMPLEMENTED = {
         "is_bidirectional", "chunked_windows", "layer_scalars", "value_norms", "windowed_images")},
     **{name: one_of(None) for name in
        ("experts", "latent", "convolutions", "delta_nets", "mamba", "score_cap", "logit_cap", "local_rotary",
-        "query_scaling", "layer_inputs")},
+        "query_scaling", "layer_inputs", "streams")},
+    "laurel_rank": one_of(0),
+    "gate_cuts": lambda cuts: set(cuts) == {None},
     **{name: one_of(1.0) for name in
        ("embedding_scale", "residual_scale", "logits_scale", "mlp_output_scale", "gate_scale",
         "attention_output_scale")},

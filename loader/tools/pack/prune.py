@@ -37,7 +37,7 @@ _SORTED_ELEMENTS = 1024 * 1024  # at a time: sorting takes 8 bytes for each
 # Tables of rows, routers, and what decays states, which are small and must not fail, and experts' biases in one tensor.
 _KEPT = re.compile(
     r"(?:^|\.)(?:router|shared_expert_gate|(?:mlp|block_sparse_moe|feed_forward)\.gate)\.|embed|rel_|"
-    r"conv\.conv\.|conv1d\.|in_proj_(?:a|b|ba)\.|bias$"
+    r"conv\.conv\.|conv1d\.|in_proj_(?:a|b|ba)\.|altup|bias$"
 )
 
 

@@ -79,10 +79,12 @@ _PROJECTION = re.compile(
     r"(?:block_sparse_moe|feed_forward)\.(?:experts\.[0-9]+\.)?w[123])\.weight"
 )
 _OF_MAMBA = re.compile(r"\.mixer\.(?:in|out)_proj\.weight$")  # models of these alone have them, too
-# Of layers' own inputs: few weights, but for a table whose rows hold all layers' numbers.
+# Of layers' own inputs: few weights, but for a table whose rows hold all layers' numbers. Of streams of x and products
+# beside attention (Gemma 3n): few weights, too.
 _INPUT_TABLE = re.compile(rf"{DECODER}embed_tokens_per_layer\.weight")
 _OF_INPUTS = re.compile(
-    rf"{DECODER}(?:per_layer_model_projection|layers\.[0-9]+\.per_layer_(?:input_gate|projection))\.weight"
+    rf"{DECODER}(?:per_layer_model_projection|altup_(?:unembed_)?projections\.[0-9]+|"
+    r"layers\.[0-9]+\.(?:per_layer_(?:input_gate|projection)|laurel\.linear_(?:left|right)))\.weight"
 )
 _INPUT_TABLE_GROUP = 128  # columns: of one layer, or half of one
 _INPUTS_FIRST = re.compile(rf"{DECODER}h\.[0-9]+\.(?:attn|mlp)\.c_(?:attn|fc|proj)\.weight")  # GPT-2's

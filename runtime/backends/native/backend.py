@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from ....loader.native.library import VERSION, library
 from ...kv.storage import Int8KVStorage, KVKind, KVStorage
+from ...models.encoder_weights import EncoderWeights
 from ...models.executor import ComputeDtype, EncoderExecutor, Executor
-from ...models.matrices import DecoderWeights, EncoderWeights
+from ...models.matrices import DecoderWeights
 from ...models.spec import DecoderSpec, EncoderSpec, native_alone
 from ...tensors import CPU, DType
 from .decoder import NativeDecoder

@@ -97,10 +97,11 @@ class NativeDecoder:
         self._scratch = arrays.NativeScratch()
         self._layers = (records.DecoderLayerRecord * spec.num_layers)()
         self._parts: dict[int, tuple[ProjectionParts, ...]] = {}  # of the layers whose records are there
+        self._outer: dict[int, ProjectionParts] = {}  # of projections in no layer
         self._head: ProjectionParts | None = None
-        self._input_parts: ProjectionParts | None = None
         self._pool: tuple[Any, Pool] | None = None  # that of the last step
         self._record = model_record(spec, self._layers)
+        self._num_columns = spec.hidden_size * (1 if spec.streams is None else spec.streams.num)  # of x
 
     def embed(self, batch: StepBatch) -> Array | RowsWithInputs:
         """(T, hidden_size): the rows of the batch's tokens, and of its images."""
@@ -113,11 +114,27 @@ class NativeDecoder:
             )
         for image in batch.images:
             x[image.rows] = image.values[:, : spec.hidden_size]
-        return (
-            x
-            if spec.layer_inputs is None
-            else RowsWithInputs(x, self._inputs_of(batch, x, spec.layer_inputs))
-        )
+        if spec.layer_inputs is None:
+            return x
+        inputs = self._inputs_of(batch, x, spec.layer_inputs)
+        return RowsWithInputs(x if spec.streams is None else self._streams_of(x, spec.streams.num), inputs)
+
+    def _streams_of(self, x: Array, num: int) -> Array:
+        """(T, num * hidden_size): x, and its products as large as x."""
+        made = np.empty((len(x), num, x.shape[1]), x.dtype)
+        made[:, 0] = x
+        for number, projection in enumerate(self._weights.stream_inputs, start=1):
+            self._product(projection, x, made[:, number])
+        return self._operations.match(made).reshape(len(x), -1)
+
+    def _product(self, projection: Projection, x: Array, out: Array) -> None:
+        """out (T, N) = the projection of x (T, K)."""
+        parts, first = self._outer.get(id(projection)) or ProjectionParts(projection.matrices()), 0
+        if projection.is_settled:
+            self._outer[id(projection)] = parts
+        for number, weight in enumerate(parts.weights):
+            self._products.linear(parts.input_of(number, x), weight, out[:, first : first + weight.num_out])
+            first += weight.num_out
 
     def _embedded(self, table: EmbeddingTable, tokens: Int64s, num_columns: int, factor: float) -> Array:
         out = np.empty((len(tokens), num_columns), self._spec.dtype.numpy)
@@ -131,22 +148,16 @@ class NativeDecoder:
         assert weights.input_projection is not None
         assert weights.input_norm is not None
         size, num_columns = inputs.size, spec.num_layers * inputs.size
-        made, first = np.empty((len(x), num_columns), x.dtype), 0
-        parts = self._input_parts or ProjectionParts(weights.input_projection.matrices())
-        if weights.input_projection.is_settled:
-            self._input_parts = parts
-        for number, weight in enumerate(parts.weights):
-            columns = made[:, first : first + weight.num_out]
-            self._products.linear(parts.input_of(number, x), weight, columns)
-            first += weight.num_out
+        made = np.empty((len(x), num_columns), x.dtype)
+        self._product(weights.input_projection, x, made)
         own = made.reshape(-1, size)
         self._operations.norm(
             own, own, weights.input_norm, None, spec.norm_eps, spec.norm, spec.hidden_size**-0.5
         )
         scale = rounded(size**0.5, spec.dtype)
-        tokens = batch.tokens.copy() if batch.images else batch.tokens
+        tokens = np.where(batch.tokens < inputs.vocab_size, batch.tokens, inputs.default_row)
         for image in batch.images:
-            tokens[image.rows] = inputs.image_row
+            tokens[image.rows] = inputs.default_row
         rows = self._embedded(weights.input_embeddings, tokens, num_columns, scale)
         return self._operations.add(made, rows, 0.5**0.5)
 
@@ -226,7 +237,7 @@ class NativeDecoder:
         expected = None if own is None else (num_rows, self._spec.num_layers * own.size)
         if expected != (None if inputs is None else inputs.shape):
             raise ValueError(f"the layers' inputs must be {expected}")
-        if x.shape != (num_rows, self._spec.hidden_size) or x.dtype != self._spec.dtype.numpy:
+        if x.shape != (num_rows, self._num_columns) or x.dtype != self._spec.dtype.numpy:
             raise ValueError(f"x is {x.shape} {x.dtype}, and the step has {num_rows} rows")
         if not 0 <= first <= end <= self._spec.num_layers:
             raise ValueError(f"there are no layers [{first}, {end})")
@@ -294,9 +305,22 @@ class NativeDecoder:
     def _final_norm(self, x: Array | RowsWithInputs, rows: Int64s) -> Array:
         chosen, spec = np.ascontiguousarray(_x_of(x)[rows]), self._spec
         weights = self._weights
+        if spec.streams is not None:
+            chosen = self._mean_of(chosen.reshape(len(rows), spec.streams.num, spec.hidden_size))
         return self._operations.norm(
             chosen, chosen, weights.norm, weights.norm_bias, spec.norm_eps, spec.norm
         )
+
+    def _mean_of(self, streams: Array) -> Array:
+        """(R, hidden_size): the mean of the first of these streams (R, num, hidden_size) and products of the others as
+        large as it.
+        """
+        made = streams.copy()
+        for number, projection in enumerate(self._weights.stream_outputs, start=1):
+            self._product(projection, streams[:, number], made[:, number])
+        mean = np.empty_like(made, shape=(len(made), made.shape[2]))
+        self._operations.match(made, mean)
+        return mean
 
     def _scaled_and_capped(self, out: Floats) -> Floats:
         spec = self._spec
@@ -397,7 +421,7 @@ def _x_of(rows: Array | RowsWithInputs) -> Array:
 
 def _projections(layer: DecoderLayerWeights) -> dict[str, Projection]:
     """Those of the layer, but for its experts', by the record's names."""
-    mamba, inputs = layer.mamba, layer.inputs
+    mamba, inputs, laurel = layer.mamba, layer.inputs, layer.laurel
     found = {
         "qkv": layer.qkv,
         "output": layer.output,
@@ -411,6 +435,8 @@ def _projections(layer: DecoderLayerWeights) -> dict[str, Projection]:
         "mamba_out": None if mamba is None else mamba.output,
         "input_gate": None if inputs is None else inputs.gate,
         "input_up": None if inputs is None else inputs.up,
+        "laurel_down": None if laurel is None else laurel.down,
+        "laurel_up": None if laurel is None else laurel.up,
     }
     return {name: projection for name, projection in found.items() if projection is not None}
 

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...models.matrices import DecoderLayerWeights, DeltaNetWeights, JoinedMixtureWeights, MambaWeights
+from ...models.matrices import (
+    DecoderLayerWeights,
+    DeltaNetWeights,
+    JoinedMixtureWeights,
+    MambaWeights,
+    StreamWeights,
+)
 from ...models.rotary import TurnTable
 from ...models.spec import DecoderSpec, KVPlace
 from ...tensors import DType
@@ -35,6 +41,9 @@ def model_record(spec: DecoderSpec, layers: Any) -> records.DecoderRecord:
         local_rotary_dim=0 if spec.local_rotary is None else spec.local_rotary.dim,
         num_layers=spec.num_layers,
         layer_input_size=0 if spec.layer_inputs is None else spec.layer_inputs.size,
+        laurel_rank=spec.laurel_rank,
+        num_streams=0 if spec.streams is None else spec.streams.num,
+        active_stream=0 if spec.streams is None else spec.streams.active,
         norm_eps=spec.norm_eps,
         attention_scale=spec.attention_scale,
         score_cap=spec.score_cap or 0.0,
@@ -95,8 +104,12 @@ def layer_record(
         value_norm=vector_of(layer.value_norm),
         scalar=vector_of(layer.scalar),
         input_norm=vector_of(None if layer.inputs is None else layer.inputs.norm),
+        laurel_norm=vector_of(None if layer.laurel is None else layer.laurel.norm),
+        cuts_gates=spec.gate_cuts[index] is not None,
+        gate_cut=spec.gate_cuts[index] or 0.0,
         **_joined_mixture(layer.joined_mixture),
         **_vectors("delta", layer.delta_net, "taps log bias norm"),
+        **_vectors("stream", layer.streams, "norm router predictions corrections scale"),
         **_vectors("mamba", layer.mamba, "taps taps_bias log step_bias skip norm"),
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
@@ -158,7 +171,7 @@ def _mamba(spec: DecoderSpec) -> dict[str, Any]:
 
 
 def _vectors(
-    prefix: str, weights: DeltaNetWeights | MambaWeights | None, names: str
+    prefix: str, weights: DeltaNetWeights | MambaWeights | StreamWeights | None, names: str
 ) -> dict[str, records.Vector]:
     """The same of a layer's record: these of its vectors."""
     if weights is None:

@@ -31,6 +31,7 @@ MAX_DELTA_KEY = 256
 DELTA_KEY_STEP = 4  # divides the size of a delta net's keys
 MAX_MAMBA_STATE = 256
 MAMBA_STATE_STEP = 4  # divides the size of a state
+MAX_STREAMS = 4
 ACTIVATIONS = {
     Activation.SILU: 0,
     Activation.GELU: 1,
@@ -54,6 +55,7 @@ _FUNCTIONS: dict[str, type[ctypes.Structure]] = {
     "tn_decoder_step": records.DecoderStepArgs,
     "tn_encoder_step": records.EncoderStepArgs,
     "tn_mean": records.MeanArgs,
+    "tn_match": records.MatchArgs,
 }
 
 
@@ -159,6 +161,25 @@ class Operations:
         )
         self.call("tn_norm", args)
         return out
+
+    def match(self, x: Array, mean: Array | None = None) -> Array:
+        """Scale the streams of x (T, streams, columns) to the first one's size, and then make `mean` (T, columns) their
+        mean.
+        """
+        num_rows, num_streams, num_columns = x.shape
+        _check_rows(x, x.shape)
+        if mean is not None:
+            _check_rows(mean, (num_rows, num_columns), x.dtype)
+        args = records.MatchArgs(
+            x=arrays.address(x),
+            mean=arrays.address_or_null(mean),
+            num_rows=num_rows,
+            num_streams=num_streams,
+            num_columns=num_columns,
+            dtype=arrays.dtype_of(x),
+        )
+        self.call("tn_match", args)
+        return x
 
     def scale_and_cap(self, x: Array, scale: float, cap: float | None) -> Array:
         """x (T, columns) fp32 *= scale, then cap · tanh(x / cap)."""

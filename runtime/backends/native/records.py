@@ -190,11 +190,15 @@ class DecoderLayerRecord(ctypes.Structure):
         *fields(Vector, "sinks convolution convolution_bias value_norm"),
         *fields(ProjectionRecord, "input_gate input_up"),
         *fields(Vector, "input_norm scalar"),
+        *fields(ProjectionRecord, "laurel_down laurel_up"),
+        *fields(Vector, "laurel_norm stream_norm stream_router stream_predictions stream_corrections"),
+        ("stream_scale", Vector),
         *fields(_INT64, "num_kv_heads head_dim pool kv_layer"),
         *fields(Vector, "delta_taps delta_log delta_bias delta_norm mamba_taps mamba_taps_bias mamba_log"),
         *fields(Vector, "mamba_step_bias mamba_skip mamba_norm"),
         *fields(_INT64, "state_first window"),
-        *fields(_INT32, "rotary scales_queries reads_keys keys_are_values"),
+        *fields(_INT32, "rotary scales_queries reads_keys keys_are_values cuts_gates"),
+        ("gate_cut", _FLOAT),
     )
 
 
@@ -210,6 +214,7 @@ class DecoderRecord(ctypes.Structure):
         *fields(_INT64, "value_dim convolution_size delta_key_heads delta_value_heads delta_key_size"),
         *fields(_INT64, "delta_value_size delta_convolution_size delta_order"),
         *fields(_INT64, "mamba_heads mamba_groups mamba_head_dim mamba_state_size mamba_convolution_size"),
+        *fields(_INT64, "laurel_rank num_streams active_stream"),
         *fields(_FLOAT, "norm_eps attention_scale score_cap residual_scale"),
         *fields(_INT32, "activation dtype plain_mlp norm joint_norms late_norms wide_turns interleaved"),
         *fields(_INT32, "parallel expert_weights_sum_to_1 expert_weights_rounded"),
@@ -236,6 +241,17 @@ class DecoderStepArgs(ctypes.Structure):
         ("layer_inputs", _POINTER),
         *fields(_INT64, "num_spans num_rows first end"),
         *fields(_INT32, "half reserved"),
+    )
+
+
+class MatchArgs(ctypes.Structure):
+    """`tn_match_args`"""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        *fields(_POINTER, "x mean"),
+        *fields(_INT64, "num_rows num_streams num_columns"),
+        *fields(_INT32, "dtype reserved"),
     )
 
 
@@ -306,6 +322,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "tn_decoder_layer": DecoderLayerRecord,
     "tn_decoder": DecoderRecord,
     "tn_decoder_step_args": DecoderStepArgs,
+    "tn_match_args": MatchArgs,
     "tn_encoder_layer": EncoderLayerRecord,
     "tn_encoder": EncoderRecord,
     "tn_encoder_step_args": EncoderStepArgs,

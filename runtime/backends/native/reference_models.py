@@ -15,15 +15,8 @@ import numpy as np
 
 from ...models.adapter import AdapterPlace
 from ...models.decoder_config import LayerRotary
-from ...models.matrices import (
-    DecoderLayerWeights,
-    DecoderWeights,
-    EncoderLayerWeights,
-    EncoderWeights,
-    ExpertWeights,
-    LayerNormWeights,
-    StoredProjection,
-)
+from ...models.encoder_weights import EncoderLayerWeights, EncoderWeights, LayerNormWeights
+from ...models.matrices import DecoderLayerWeights, DecoderWeights, ExpertWeights, StoredProjection
 from ...models.pooling import chosen_rows, normalize, pooled
 from ...models.relative_positions import DistanceTables, disentangled_buckets
 from ...models.rotary import Rotary, TurnTable, query_factors

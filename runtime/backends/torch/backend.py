@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ...models.encoder_weights import EncoderWeights
 from ...models.executor import ComputeDtype, refusal_of, refusal_of_formats
-from ...models.matrices import DecoderWeights, EncoderWeights
+from ...models.matrices import DecoderWeights
 from ...models.spec import DecoderSpec, EncoderSpec
 from ...tensors import DType
 from . import decoder, encoder

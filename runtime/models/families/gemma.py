@@ -21,7 +21,7 @@ from ..fields import Fields, Norm, text_fields
 from ..rope_config import RopeConfig
 from ..vision_config import VisionConfig
 
-_NAMES = LayerNames(
+NAMES = LayerNames(
     attention_output_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
     mlp_output_norm="post_feedforward_layernorm",
@@ -55,7 +55,7 @@ def read(config: Fields, family: str) -> DecoderConfig:
     common = read_common(
         config,
         family,
-        rope=_main_rope if is_third else RopeConfig.from_fields,
+        rope=main_rope if is_third else RopeConfig.from_fields,
         default_head_dim=256,
         activation_key="hidden_activation",
         default_activation="gelu_pytorch_tanh",
@@ -76,18 +76,18 @@ def read(config: Fields, family: str) -> DecoderConfig:
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         norm=Norm.RMS_PLUS_ONE,
-        names=_NAMES,
+        names=NAMES,
         attention_scale=config.number("query_pre_attn_scalar", low=1e-3, high=1e6, default=256.0) ** -0.5,
-        logit_cap=_cap(config, "final_logit_softcapping", None if is_third else 30.0),
+        logit_cap=read_cap(config, "final_logit_softcapping", None if is_third else 30.0),
         scales_embeddings=True,
     )
     if not is_third:
-        return replace(gemma, score_cap=_cap(config, "attn_logit_softcapping", 50.0))
+        return replace(gemma, score_cap=read_cap(config, "attn_logit_softcapping", 50.0))
     return replace(
         gemma,
         max_context=common.rope.max_positions,  # which is stretched already
         qk_norm=True,
-        local_rope=_local_rope(config, common),
+        local_rope=local_rope(config, common),
         layer_rotary=tuple(LayerRotary.MAIN if window is None else LayerRotary.LOCAL for window in windows),
     )
 
@@ -99,19 +99,19 @@ def _half(config: Fields, window: int) -> int:
     return window // 2
 
 
-def _cap(config: Fields, key: str, default: float | None) -> float | None:
+def read_cap(config: Fields, key: str, default: float | None) -> float | None:
     """None where the file says null."""
     stated = config.optional_number(key, low=1e-3, high=1e6)
     return stated if config.states(key) else default
 
 
-def _main_rope(config: Fields, *, head_dim: int, max_positions: int) -> RopeConfig:
+def main_rope(config: Fields, *, head_dim: int, max_positions: int) -> RopeConfig:
     return RopeConfig.from_fields(
         config, head_dim=head_dim, max_positions=max_positions, default_theta=_THETA, kind="full_attention"
     )
 
 
-def _local_rope(config: Fields, common: DecoderConfig) -> RopeConfig:
+def local_rope(config: Fields, common: DecoderConfig) -> RopeConfig:
     """`rope_parameters.sliding_attention`, or `rope_local_base_freq` alone."""
     return RopeConfig.from_fields(
         config,

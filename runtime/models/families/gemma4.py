@@ -132,30 +132,40 @@ def _windows(config: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 def _shapes(config: Fields, common: DecoderConfig, windows: tuple[int | None, ...]) -> tuple[LayerShape, ...]:
     """Layers without a window have heads of their own; the last `num_kv_shared_layers` have no keys and values."""
-    num_layers = common.num_layers
     has_equal = config.boolean("attention_k_eq_v", default=False)
-    num_shared = config.integer("num_kv_shared_layers", low=0, high=num_layers, default=0)
     is_wide = config.boolean("use_double_wide_mlp", default=False)
     head_dim, num_kv_heads = _whole_heads(config, common, windows, has_equal=has_equal)
     found: list[LayerShape] = []
-    sources: dict[bool, int] = {}  # whether it has a window: the last layer that has keys and values
-    for layer, window in enumerate(windows):
-        is_whole, is_shared = window is None, layer >= num_layers - num_shared
-        if is_shared and is_whole not in sources:
-            kind = "full_attention" if is_whole else "sliding_attention"
-            raise config.wrong("num_kv_shared_layers", f"but no layer of {kind} has keys and values then")
-        if not is_shared:
-            sources[is_whole] = layer
+    for layer, keys_of in enumerate(read_sharing(config, windows)):
+        is_whole, is_shared = windows[layer] is None, keys_of != layer
         found.append(
             LayerShape(
                 num_kv_heads if is_whole else common.num_kv_heads,
                 head_dim if is_whole else common.head_dim,
                 common.intermediate_size * (2 if is_wide and is_shared else 1),
-                sources[is_whole],
+                keys_of,
                 has_equal and is_whole and not is_shared,
             )
         )
     return tuple(found)
+
+
+def read_sharing(config: Fields, windows: tuple[int | None, ...]) -> list[int]:
+    """Of each layer the one whose keys and values it attends to: of the last `num_kv_shared_layers` the last one before
+    them that has a window as they have.
+    """
+    num_shared = config.integer("num_kv_shared_layers", low=0, high=len(windows), default=0)
+    sources: dict[bool, int] = {}  # whether it has a window: the last layer that has keys and values
+    found: list[int] = []
+    for layer, window in enumerate(windows):
+        is_whole, is_shared = window is None, layer >= len(windows) - num_shared
+        if is_shared and is_whole not in sources:
+            kind = "full_attention" if is_whole else "sliding_attention"
+            raise config.wrong("num_kv_shared_layers", f"but no layer of {kind} has keys and values then")
+        if not is_shared:
+            sources[is_whole] = layer
+        found.append(sources[is_whole])
+    return found
 
 
 def _whole_heads(

@@ -210,6 +210,7 @@ def test_a_model_that_does_not_fit_is_packed_without_calibration(
     [
         ("qwen3_5_text", "gated delta nets"),
         ("bamba", "Mamba-2 layers"),
+        ("gemma3n_text", "layers of different sizes"),
         ("gemma4_text", "layers of different sizes"),
     ],
 )

@@ -17,8 +17,9 @@ from msgspec import Struct
 
 from ....errors import ModelError
 from ....kv.storage import KVKind
+from ....models.encoder_weights import EncoderWeights
 from ....models.executor import ComputeDtype, Floats
-from ....models.matrices import DecoderWeights, EncoderWeights
+from ....models.matrices import DecoderWeights
 from ....models.spec import DecoderSpec, EncoderSpec
 from ....step.batch import Int64s, StepBatch
 from ....tensors import DType, to_float32

@@ -266,6 +266,7 @@ def refusal_of_formats(weights: DecoderWeights, table: Mapping[type[Any], Any], 
             *(layer.query_up, layer.key_value_up),
             *(() if layer.inputs is None else (layer.inputs.gate, layer.inputs.up)),
             *(() if layer.mamba is None else (layer.mamba.inputs, layer.mamba.output)),
+            *(() if layer.cross is None else (layer.cross.query, layer.cross.keys, layer.cross.output)),
         ):
             if projection is None or not projection.is_settled:
                 continue

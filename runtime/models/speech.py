@@ -45,7 +45,7 @@ class SpeechExecutor(Protocol):
     """Computes a window. One thread at a time; long calls release the GIL."""
 
     def embed(self, window: npt.NDArray[np.float32]) -> Rows:
-        """Both convolutions of window (num_bands, 2 * num_places), each with its activation, and the positions."""
+        """Both convolutions of window (num_bands, 2 * num_places), a GELU behind each, and the positions."""
 
     def layers(self, first: int, end: int, x: Rows) -> Rows:
         """x (num_places, hidden_size) through the layers [first, end). It may be changed, and is not used again."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...models.executor import TextBatch
 from ...models.matrices import DenseMatrix, StoredProjection
+from ...models.spec import Activation
 from ...models.speech import TAPS
 from ...tensors import from_float32
 from .encoder import NativeEncoder
@@ -46,7 +47,7 @@ class NativeSpeech:
         x = self._encoder.product(
             StoredProjection((matrix,)), np.ascontiguousarray(near).reshape(len(near), -1), columns.dtype
         )
-        return self._encoder.operations.activate(x, None, x, ACTIVATIONS[self._spec.activation])
+        return self._encoder.operations.activate(x, None, x, ACTIVATIONS[Activation.GELU])
 
     def layers(self, first: int, end: int, x: Array) -> Array:
         starts = np.array([0, len(x)], np.int64)

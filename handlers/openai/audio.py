@@ -244,7 +244,7 @@ class Scribe:
     ) -> int:
         """Write down a window; returns how many columns the next one begins behind it."""
         from ...runtime.speech.rules import SpeechRules
-        from ...runtime.speech.windows import Segment, segments_of
+        from ...runtime.speech.windows import segments_of
 
         settings, asked = self._settings, self._asked
         sampling = SamplingParams(
@@ -259,12 +259,7 @@ class Scribe:
             num_top_logprobs=0,
         )
         tokens = [token for token in outcome.tokens if token != settings.end]
-        if has_times:
-            segments, step = segments_of(
-                tokens, settings.times_from, first_column=first, num_columns=num_columns
-            )
-        else:
-            segments, step = [Segment(0.0, transcript.duration_s, tuple(tokens), first)], num_columns
+        segments, step = segments_of(tokens, settings.times_from, first_column=first, num_columns=num_columns)
         texts = await self._service.text_threads.run(len(tokens), self._texts, segments)
         logprobs = [entry.logprob for entry in outcome.logprobs]
         mean = sum(logprobs) / max(1, len(logprobs))

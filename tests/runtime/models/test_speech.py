@@ -22,11 +22,10 @@ from tests.support.speech_models import (
 from tests.support.tiny_models import config_json, tensors_of
 
 from teneral.runtime.engine.sequence import Lane
-from teneral.runtime.step.batch import Epoch, Rows, build_batch, join, select
+from teneral.runtime.step.batch import Epoch, Rows, build_batch
 from teneral.runtime.step.images import PromptImage
 from teneral.runtime.step.requests import GenerationRequest
 from teneral.runtime.step.state import SamplingState
-from teneral.runtime.tensors import to_float32
 
 TEXT = [START, LANGUAGES["<|de|>"], TASKS["transcribe"], NO_TIMES, 104, 101, 108, 108, 111, 33, 9]
 PROMPT = [0] * NUM_PLACES + TEXT

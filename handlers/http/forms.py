@@ -50,7 +50,7 @@ def _fields(mark: bytes, data: bytes | bytearray) -> Iterator[FormField]:
         raise RequestError("the form has no fields: its boundary is not in the body")
     for _ in range(MAX_FIELDS + 1):
         begin = place + len(mark)
-        if view[begin : begin + 2] == b"--":
+        if data.startswith(b"--", begin):
             return
         head_end = data.find(b"\r\n\r\n", begin, begin + MAX_FIELD_HEAD_BYTES)
         end = -1 if head_end < 0 else data.find(b"\r\n" + mark, head_end + 2)

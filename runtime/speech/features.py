@@ -40,7 +40,8 @@ def spectrogram(samples: Samples, num_bands: int, *, least_samples: int = 0) -> 
         waves = np.fft.rfft(frames[first : first + _COLUMNS_AT_ONCE] * window)
         energies = waves.real**2 + waves.imag**2
         logs[:, first : first + len(energies)] = np.log10(np.maximum(bands @ energies.T, 1e-10))
-    return (np.maximum(logs, logs.max() - np.float32(8)) + np.float32(4)) / np.float32(4)
+    made: Spectrogram = (np.maximum(logs, logs.max() - np.float32(8)) + np.float32(4)) / np.float32(4)
+    return made
 
 
 def mel_bands(num_bands: int) -> npt.NDArray[np.float64]:

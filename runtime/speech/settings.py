@@ -96,7 +96,7 @@ class SpeechSettings(Struct, frozen=True):
         """The tokens in front of a window's text. Raises `ModelError` where the model has no such task."""
         tokens = [self.start]
         if self.languages:
-            if task not in self.tasks or language not in self.languages:
+            if task not in self.tasks or language is None or language not in self.languages:
                 raise ModelError(_WITHOUT_LANGUAGES[0], hint=_WITHOUT_LANGUAGES[1])
             tokens += [self.languages[language], self.tasks[task]]
         elif task != TASKS[0]:

@@ -129,6 +129,7 @@ def _mean_of_channels(content: memoryview, form: _Form, param: str) -> Samples:
     num_samples = len(content) // frame_bytes
     _check_length(num_samples, form.num_channels, form.rate, param)
     raw = np.frombuffer(content[: num_samples * frame_bytes], np.uint8)
+    values: npt.NDArray[np.float32]
     if form.kind == _FLOAT:
         values = raw.view(f"<f{form.sample_bytes}").astype(np.float32)
     elif form.sample_bytes == 1:

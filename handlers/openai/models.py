@@ -41,7 +41,10 @@ class ModelRoutes:
         context, settings = max_context_of(self._service.instance), self._service.instance.text_settings
         if context is None or not settings.done():
             return {}
-        return {"max_model_len": context, "architecture": Architecture(_inputs_of(settings.result()), ["text"])}
+        return {
+            "max_model_len": context,
+            "architecture": Architecture(_inputs_of(settings.result()), ["text"]),
+        }
 
     def _adapters(self) -> Sequence[Model]:
         """Those in memory. One that was loaded by a name of its own has it; others are the base's."""

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...loader.errors import UsageError
 from ..errors import RequestError
 
 SAMPLE_RATE = 16_000  # of all models
 MAX_SECONDS = 1_800
 MAX_CHANNELS = 32
 LOWEST_RATE, HIGHEST_RATE = 1_000, 768_000
-_MAX_SAMPLES = 1 << 28  # of all channels together, before they become one: 1 GiB as fp32
+MAX_SAMPLES = 1 << 26  # of one channel, at the file's rate: 256 MiB
+_FRAMES_AT_ONCE = 1 << 16
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _GUID_END = bytes.fromhex(
     "000000001000800000aa00389b71"
@@ -47,8 +47,8 @@ class _Form(NamedTuple):
 def decode_sound(data: bytes | memoryview, *, param: str = "file") -> Samples:
     """The file's sound, the mean of its channels, at `SAMPLE_RATE`.
 
-    Raises `RequestError`, naming `param`, for a file that is damaged, empty, too long or of another format;
-    `UsageError` if that needs soundfile, which is not installed.
+    Raises `RequestError`, naming `param`, for a file that is damaged, empty, too long or of another format, or needs
+    soundfile, which is not installed.
     """
     view = memoryview(data)
     if bytes(view[:4]) in (b"RIFF", b"RF64") and bytes(view[8:12]) == b"WAVE":
@@ -111,14 +111,14 @@ def _check_form(num_channels: int, rate: int, param: str) -> None:
         )
 
 
-def _check_length(num_samples: int, num_channels: int, rate: int, param: str) -> None:
+def _check_length(num_samples: int, rate: int, param: str) -> None:
     """Of one channel."""
     if not num_samples:
         raise RequestError("the file has no sound", param=param)
-    if num_samples > MAX_SECONDS * rate or num_samples * num_channels > _MAX_SAMPLES:
+    if num_samples > min(MAX_SECONDS * rate, MAX_SAMPLES):
         raise RequestError(
-            f"the sound has {num_samples / rate:.0f} s of {num_channels} channels, more than the {MAX_SECONDS} s "
-            f"or {_MAX_SAMPLES} samples that are allowed",
+            f"the sound has {num_samples / rate:.0f} s at {rate} samples a second, more than the {MAX_SECONDS} s or "
+            f"{MAX_SAMPLES} samples that are allowed",
             param=param,
             hint="Send it in parts.",
         )
@@ -127,7 +127,7 @@ def _check_length(num_samples: int, num_channels: int, rate: int, param: str) ->
 def _mean_of_channels(content: memoryview, form: _Form, param: str) -> Samples:
     frame_bytes = form.num_channels * form.sample_bytes
     num_samples = len(content) // frame_bytes
-    _check_length(num_samples, form.num_channels, form.rate, param)
+    _check_length(num_samples, form.rate, param)
     raw = np.frombuffer(content[: num_samples * frame_bytes], np.uint8)
     values: npt.NDArray[np.float32]
     if form.kind == _FLOAT:
@@ -148,13 +148,19 @@ def _joined(frames: npt.NDArray[np.float32]) -> Samples:
 
 
 def _read_others(view: memoryview, param: str) -> tuple[Samples, int]:
-    library = _soundfile()
+    library = _soundfile(param)
     try:
         with library.SoundFile(io.BytesIO(view)) as file:
             _check_form(file.channels, file.samplerate, param)
-            _check_length(file.frames, file.channels, file.samplerate, param)
-            frames = file.read(min(file.frames, _MAX_SAMPLES), dtype="float32", always_2d=True)
             rate = int(file.samplerate)
+            _check_length(file.frames, rate, param)
+            samples, num_samples = np.empty(file.frames, np.float32), 0
+            while num_left := min(_FRAMES_AT_ONCE, len(samples) - num_samples):
+                frames = file.read(num_left, dtype="float32", always_2d=True)
+                if not len(frames):
+                    break
+                samples[num_samples : num_samples + len(frames)] = _joined(frames)
+                num_samples += len(frames)
     except RequestError:
         raise
     except Exception as error:  # decoders raise nearly any error for damaged files
@@ -163,18 +169,18 @@ def _read_others(view: memoryview, param: str) -> tuple[Samples, int]:
             param=param,
             hint="Send WAV, FLAC, MP3 or Ogg.",
         ) from error
-    _check_length(len(frames), 1, rate, param)
-    return _joined(frames), rate
+    _check_length(num_samples, rate, param)
+    return samples[:num_samples], rate
 
 
-def _soundfile() -> Any:
-    """Import soundfile, an extra, as few models take sound."""
+def _soundfile(param: str) -> Any:
+    """Import soundfile, an extra, as few models take sound. Raises `RequestError` where it is not installed."""
     try:
         import soundfile
     except (ImportError, OSError) as error:  # OSError: without its library in C
-        raise UsageError(
-            "sound that is no WAV file needs soundfile, which is not installed",
-            key="file",
+        raise RequestError(
+            "the file is no WAV file, and others need soundfile, which is not installed",
+            param=param,
             hint="pip install 'teneral[audio]', or send WAV.",
         ) from error
     return soundfile
@@ -192,7 +198,6 @@ def resampled(samples: Samples, rate: int) -> Samples:
     reach = math.ceil(_ZERO_CROSSINGS / cut)  # samples to each side
     offsets = np.arange(-reach, reach + 1)
     num_outputs = -(-len(samples) * num_phases // step)
-    padded = np.pad(samples, reach)  # so that sample i - reach is number i
     outputs = np.empty(num_outputs, np.float32)
     for first in range(0, num_outputs, _OUTPUTS_AT_ONCE):
         numbers = np.arange(first, min(first + _OUTPUTS_AT_ONCE, num_outputs))
@@ -201,6 +206,8 @@ def resampled(samples: Samples, rate: int) -> Samples:
         distances = offsets - (used / num_phases)[:, None]
         window = np.i0(_KAISER_BETA * np.sqrt(np.maximum(0.0, 1 - (distances / (reach + 1)) ** 2)))
         taps = (cut * np.sinc(cut * distances) * window / np.i0(_KAISER_BETA)).astype(np.float32)
-        near = np.lib.stride_tricks.sliding_window_view(padded, len(offsets))[whole]
+        begin, end = int(whole[0]) - reach, int(whole[-1]) + reach + 1
+        own = np.pad(samples[max(begin, 0) : end], (max(-begin, 0), max(end - max(len(samples), begin), 0)))
+        near = np.lib.stride_tricks.sliding_window_view(own, len(offsets))[whole - whole[0]]
         outputs[first : first + len(numbers)] = np.einsum("nt,nt->n", near, taps[which])
     return outputs

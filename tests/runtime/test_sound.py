@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import struct
+import sys
 from typing import Any
 
 import numpy as np
@@ -72,8 +74,9 @@ WAV = wav_of(noise(0.1))
         (WAV[:12] + WAV[36:] + WAV[12:36], "before their form"),
         (wav_of(np.array([np.nan]), kind=3, bits=32), "not finite"),
         (wav_of(np.array([np.inf, 0.0]), kind=3, bits=64), "not finite"),
-        (wav_of(np.zeros(1_000 * (MAX_SECONDS + 1)), 1_000, bits=8), "s of 1 channels, more than"),
+        (wav_of(np.zeros(1_000 * (MAX_SECONDS + 1)), 1_000, bits=8), "at 1000 samples a second, more than"),
     ],
+    ids=lambda value: "" if isinstance(value, bytes) else value,
 )
 def test_hostile_files_are_refused(data: bytes, complaint: str) -> None:
     with pytest.raises(RequestError, match=complaint) as caught:
@@ -84,3 +87,22 @@ def test_hostile_files_are_refused(data: bytes, complaint: str) -> None:
 def test_a_stream_says_too_large_a_size() -> None:
     whole = changed(WAV, 40, "<I", 0xFFFFFFFF)
     assert len(decode_sound(whole)) == 1_600
+
+
+@pytest.mark.parametrize("form", ["FLAC", "OGG", "MP3"])
+def test_other_files_by_soundfile(form: str) -> None:
+    library = pytest.importorskip("soundfile")
+    sound, file = np.stack([noise(0.5), noise(0.5)], axis=1), io.BytesIO()
+    library.write(file, sound, 16_000, format=form)
+    own = decode_sound(file.getvalue())
+    assert abs(len(own) - 8_000) <= 1_200
+    if form == "FLAC":
+        np.testing.assert_allclose(own, sound[:, 0], atol=1e-4)
+    with pytest.raises(RequestError, match="no sound|cannot be read"):
+        decode_sound(file.getvalue()[:40])
+
+
+def test_other_files_need_soundfile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    with pytest.raises(RequestError, match="soundfile, which is not installed"):
+        decode_sound(b"fLaC")

@@ -143,7 +143,7 @@ def save_speech(directory: Path, *, model: Any = None) -> Any:
 
 def wav_of(sound: np.ndarray, rate: int = 16_000, *, kind: int = 1, bits: int = 16) -> bytes:
     """A WAV file of (N,) or (N, channels) from -1 to 1, as integers (kind 1) or floats (3)."""
-    frames = sound.reshape(len(sound), -1)
+    frames = sound[:, None] if sound.ndim == 1 else sound
     if kind == 3:
         data = frames.astype(f"<f{bits // 8}").tobytes()
     elif bits == 8:

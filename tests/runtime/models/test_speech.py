@@ -171,7 +171,10 @@ def test_other_backends_refuse_sound() -> None:
         ({"activation_function": "swoosh"}, "activation_function is 'swoosh'"),
         ({"encoder_layers": None}, "config.json has no encoder_layers"),
         ({"decoder_ffn_dim": True}, "intermediate_size is True, but must"),
-        ({"architectures": ["WhisperForAudioClassification"]}, "architecture 'WhisperForAudioClassification'"),
+        (
+            {"architectures": ["WhisperForAudioClassification"]},
+            "architecture 'WhisperForAudioClassification'",
+        ),
     ],
 )
 def test_configs_that_cannot_be_computed_are_refused_by_name(change: dict[str, Any], message: str) -> None:
@@ -193,9 +196,7 @@ def test_packed_models_compute_while_they_arrive(kind: str, tmp_path: Path) -> N
     with closing(source), WeightLoad(source, manifest, options=LoadOptions()) as load:
         for group in manifest.groups:
             load.slab(group.index)[:] = 0xFF
-        decoder = build_model(
-            json.loads(read_file(source, manifest, "config.json")), StreamedWeights(load)
-        )
+        decoder = build_model(json.loads(read_file(source, manifest, "config.json")), StreamedWeights(load))
         load.start()
         window, _ = encoded(decoder)
         lane = lane_of(PROMPT, tuple(range(16)), window)

@@ -47,11 +47,11 @@ static keys_t keys_at(const tn_attend_tiles *of, int t, uint16_t copy[SIDE][TN_M
     return (keys_t){copy[0], sizeof copy[0]};
 }
 
-/* Columns [t, t + 16) of the scores of 16 rows from `row` on, of their transpose. */
-static void store_scores(const tn_attend_tiles *of, int row, int t, const float turned[STEP][STEP]) {
+/* Columns [t, t + 16) of the scores of 16 rows from `row` on; `turned` is their transpose, in rows of STEP. */
+static void store_scores(const tn_attend_tiles *of, int row, int t, const float *turned) {
     __m512i r[SIDE];
 #pragma GCC unroll 16
-    for (int i = 0; i < SIDE; i++) r[i] = _mm512_loadu_si512(turned[i]);
+    for (int i = 0; i < SIDE; i++) r[i] = _mm512_loadu_si512(turned + i * STEP);
     transpose(r);
     float *to = of->scores + row * TN_SCORES_STRIDE + t;
     const int num = least(of->num_rows - row, SIDE);
@@ -106,8 +106,8 @@ void tn_score_tiles(const tn_attend_tiles *of) {
         else
             score_block(false, false, keys, packed, steps, turned);
         for (int row = 0; row < of->num_rows; row += SIDE) {
-            store_scores(of, row, t, (const float(*)[STEP])(turned[0] + row));
-            if (two_keys) store_scores(of, row, t + SIDE, (const float(*)[STEP])(turned[SIDE] + row));
+            store_scores(of, row, t, turned[0] + row);
+            if (two_keys) store_scores(of, row, t + SIDE, turned[SIDE] + row);
         }
     }
 }

@@ -44,6 +44,7 @@ typedef struct {
     bool sees_all;                    /* also keys behind its own; then the window is to each side */
     bool chunked;                     /* windows begin at multiples of their size */
     const int64_t *ends;              /* of the rows, or NULL: the key behind the last one that each sees */
+    int64_t least, most;              /* every row sees keys from `least` on, and up to `most`, where that is not 0 */
 
     const void *keys, *values;             /* of token 0, or of slot 0 */
     const void *key_scales, *value_scales; /* of I8 */
@@ -509,9 +510,10 @@ static void clip(rows_t *task, int row, int64_t chunk) {
 static int64_t first_key(const sequence_t *of, int64_t position) {
     if (of->chunked && of->window) return position - position % of->window;
     const int64_t before = of->sees_all ? of->window : of->window - 1; /* of which it sees no more than these */
-    return of->window && position > before ? position - before : 0;
+    return of->window && position > before ? position - before : of->least;
 }
 static int64_t last_key(const sequence_t *of, int64_t position) {
+    if (of->most) return of->most;
     if (of->ends != NULL) return of->ends[position - of->first_position];
     if (!of->sees_all) return position + 1;
     return of->window && position + of->window < of->num_keys ? position + of->window + 1 : of->num_keys;
@@ -576,6 +578,8 @@ static sequence_t sequence_of(const tn_attention_args *args, const tn_span *span
         .sees_all = args->bidirectional != 0,
         .chunked = args->chunked != 0,
         .ends = args->ends == NULL ? NULL : args->ends + span->start,
+        .least = args->first_key,
+        .most = args->last_key,
         .window = args->window,
         .keys = (const char *)kv->data + key_place * args->head_dim * item,
         .values = (const char *)kv->data + value_place * args->head_dim * item,
@@ -681,6 +685,7 @@ int tn_attention(const tn_attention_args *args) {
     if (args->size != sizeof *args || !takes(args->dtype, args->head_dim)) return TN_REFUSED;
     if (args->latent_rank < 0 || args->latent_rank > args->head_dim) return TN_REFUSED;
     if (args->chunked && args->bidirectional) return TN_REFUSED;
+    if (args->first_key < 0 || (args->first_key && args->window)) return TN_REFUSED;
     const tn_kv *kv = args->kv;
     if (kv->dtype == TN_I8 ? kv->scale == NULL : kv->dtype != args->dtype) return TN_REFUSED;
     int64_t num_keys = 0;

@@ -515,6 +515,8 @@ typedef struct tn_attention_args {
     int32_t chunked;      /* a row sees those of its window that have its position divided by the window's size; not with
                            * bidirectional */
     int32_t reserved;     /* 0 */
+    int64_t first_key;    /* no row sees those before it */
+    int64_t last_key;     /* every row sees the keys [first_key, last_key); 0: as above */
 } tn_attention_args;
 
 TN_EXPORT int tn_attention(const tn_attention_args *args);
@@ -665,6 +667,11 @@ typedef struct tn_decoder_layer {
     int32_t keys_are_values;         /* before their norm; `qkv` is to queries and keys alone */
     int32_t cuts_gates;              /* an MLP's gates are less their mean and `gate_cut` of their standard deviations, */
     float gate_cut;                  /* and at least 0, before the activation */
+    tn_vector cross_norm;            /* (hidden_size,), with source_len: x += output(attention(query(norm(x)))) over the */
+    tn_vector cross_norm_bias;       /* sources, between attention and MLP */
+    tn_projection cross_query;       /* likewise; or of no parts */
+    tn_projection cross_keys;        /* of a source, to its keys and values */
+    tn_projection cross_output;
 } tn_decoder_layer;
 
 /* Where `qkv` of a delta net has the numbers of each head. */
@@ -750,6 +757,8 @@ typedef struct tn_decoder {
     float mamba_output_scale;       /* and of that Mamba-2's */
     float mamba_scales[5];          /* likewise of what `mamba_in` makes: gates, values, keys, queries, time steps */
     int32_t ends_in_windows;        /* `ends` are those of layers with a window alone */
+    int64_t source_len;             /* each sequence's first tokens, whose keys and values are made of an encoder's rows, by
+                                     * TN_SOURCES, where others have their own; attention itself sees those behind them; 0: none */
 } tn_decoder;
 
 /* A step can leave a layer with a mixture after its router, so that only the chosen experts need to be there. What the
@@ -758,6 +767,7 @@ typedef enum tn_half {
     TN_WHOLE_LAYERS = 0,
     TN_UP_TO_ROUTER = 1,  /* of one layer with a mixture: keys, values, attention, and `chosen`; reads no expert */
     TN_FROM_ROUTER_ON = 2, /* the rest of that layer; reads the experts that are chosen */
+    TN_SOURCES = 3,       /* of rows that are an encoder's, which stay: their keys and values in each of the layers */
 } tn_half;
 
 /* Layers [first, end) of a step: writes its keys and values, and then attends. */

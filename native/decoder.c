@@ -137,6 +137,10 @@ static norm_t attention_norm(const tn_decoder_layer *layer) {
 
 static norm_t mlp_norm(const tn_decoder_layer *layer) { return (norm_t){layer->mlp_norm, layer->mlp_norm_bias}; }
 
+static norm_t cross_norm(const tn_decoder_layer *layer) {
+    return (norm_t){layer->cross_norm, layer->cross_norm_bias};
+}
+
 static bool has_mixer(const tn_decoder_layer *layer) { return layer->qkv.num_parts || layer->mamba_in.num_parts; }
 
 static bool has_mlp(const tn_decoder_layer *layer) { return layer->gate_up.num_parts || layer->experts != NULL; }
@@ -317,9 +321,10 @@ static void heads_stage(const step_t *step, const tn_decoder_layer *layer, tn_re
     tn_barrier(region);
 }
 
-/* Of queries that are `query_stride` numbers apart. */
-static void attention_stage(const step_t *step, const tn_decoder_layer *layer, const void *queries,
-                            int64_t query_stride, void *out, tn_region *region) {
+/* Of queries that are `query_stride` numbers apart, over the keys from `first_key` on, all of those before `last_key`
+ * where that is not 0. */
+static void attend_stage(const step_t *step, const tn_decoder_layer *layer, const void *queries, int64_t query_stride,
+                         void *out, int64_t first_key, int64_t last_key, tn_region *region) {
     const tn_decoder_step_args *args = step->args;
     const tn_decoder *model = args->model;
     const tn_attention_args attention = {
@@ -344,9 +349,17 @@ static void attention_stage(const step_t *step, const tn_decoder_layer *layer, c
         .sinks = layer->sinks,
         .ends = layer->window || !model->ends_in_windows ? args->ends : NULL,
         .chunked = model->chunked_windows,
+        .first_key = first_key,
+        .last_key = last_key,
     };
     tn_attention_stage(&attention, region);
     tn_barrier(region);
+}
+
+/* Over the sequence's own keys. */
+static void attention_stage(const step_t *step, const tn_decoder_layer *layer, const void *queries,
+                            int64_t query_stride, void *out, tn_region *region) {
+    attend_stage(step, layer, queries, query_stride, out, step->args->model->source_len, 0, region);
 }
 
 /* Each row's sums of latents take the place of its queries: no other row reads these. */
@@ -554,6 +567,15 @@ static void laurel_stages(const step_t *step, const tn_decoder_layer *layer, tn_
     tn_laurel_stage(&altup, x, step->shared, region);
 }
 
+/* Attention over the sources, of what `normed` holds; then that holds the output. */
+static void cross_stages(const step_t *step, const tn_decoder_layer *layer, tn_region *region) {
+    const tn_adapted none = {0};
+    project_stage(step, &layer->cross_query, &none, step->normed, step->heads, region);
+    attend_stage(step, layer, step->heads, layer->cross_query.num_out, step->attended, 0, step->args->model->source_len,
+                 region);
+    project_stage(step, &layer->cross_output, &none, step->attended, step->normed, region);
+}
+
 /* The end of a layer: what its last part adds, and what the layer's own inputs do. `normed` holds `next` of x then. */
 static void last_stages(const step_t *step, int64_t index, const tn_vector *own, float scale, norm_t next,
                         tn_region *region) {
@@ -598,6 +620,10 @@ static void mixer_stages(const step_t *step, int64_t index, norm_t next, tn_regi
     if (has_mamba) mamba_stages(step, layer, index, attends ? step->shared : step->normed, region);
     if (attends) attention_stages(step, layer, index, region);
     if (attends && has_mamba) sum_stage(step, region);
+    if (layer->cross_query.num_parts) {
+        residual_stage(step, own, model->residual_scale, NULL, cross_norm(layer), region);
+        cross_stages(step, layer, region);
+    }
     if (!has_mlp(layer)) {
         last_stages(step, index, own, model->residual_scale, next, region);
         return;
@@ -630,6 +656,22 @@ static void from_router_on_body(void *arg, tn_region *region, int id) {
     norm_stage(step, mlp_norm(layer), region);
     mlp_stages(step, layer, args->first, region);
     last_stages(step, args->first, &layer->mlp_output_norm, args->model->mlp_residual_scale, none, region);
+}
+
+/* Keys and values of the sources in each layer. */
+static void sources_body(void *arg, tn_region *region, int id) {
+    (void)id;
+    const step_t *step = arg;
+    const tn_decoder_step_args *args = step->args;
+    const tn_adapted none = {0};
+    for (int64_t index = args->first; index < args->end; index++) {
+        const tn_decoder_layer *layer = &args->model->layers[index];
+        tn_heads_args heads = heads_of(step, layer);
+        heads.num_heads = 0;
+        project_stage(step, &layer->cross_keys, &none, args->x, step->heads, region);
+        EACH_ROW(region, args->num_rows) tn_write_heads_row(&heads, row);
+        tn_barrier(region);
+    }
 }
 
 /* The layers one after another; `normed` holds the first one's input, and each leaves the next one's there, unless that is a
@@ -692,9 +734,11 @@ static int run_step(const tn_decoder_step_args *args, const tn_adapted *adapted)
     if (has_streams && (model->parallel || model->num_experts || model->mamba_heads)) return TN_REFUSED;
     if (model->num_streams > TN_MAX_STREAMS || (model->num_streams && !model->layer_input_size)) return TN_REFUSED;
     if (model->num_streams && (model->active_stream < 0 || model->active_stream >= model->num_streams)) return TN_REFUSED;
+    if ((args->half == TN_SOURCES) > (model->source_len > 0)) return TN_REFUSED;
     if (kv->dtype == TN_I8 ? kv->scale == NULL : kv->dtype != model->dtype) return TN_REFUSED;
     if (args->first == args->end) return TN_OK;
-    if (args->half != TN_WHOLE_LAYERS && (args->end != args->first + 1 || model->layers[args->first].experts == NULL))
+    const bool is_half = args->half != TN_WHOLE_LAYERS && args->half != TN_SOURCES;
+    if (is_half && (args->end != args->first + 1 || model->layers[args->first].experts == NULL))
         return TN_REFUSED;
     step_t step = {.args = args, .adapted = *adapted};
     lay_out(&step, model, args->num_rows, args->scratch);
@@ -706,7 +750,10 @@ static int run_step(const tn_decoder_step_args *args, const tn_adapted *adapted)
         memcpy(args->chosen, step.mixture.chosen, num * sizeof *args->chosen);
         return TN_OK;
     }
-    tn_run(args->half == TN_FROM_ROUTER_ON ? from_router_on_body : step_body, &step);
+    tn_run(args->half == TN_SOURCES          ? sources_body
+           : args->half == TN_FROM_ROUTER_ON ? from_router_on_body
+                                             : step_body,
+           &step);
     return TN_OK;
 }
 

@@ -93,6 +93,15 @@ class Bodies:
         self.charged_bytes += num_bytes
         return num_bytes
 
+    @contextmanager
+    def charged(self, num_bytes: int) -> Iterator[None]:
+        """Charge that much memory inside this context. Raises `CapacityError`."""
+        self._charge(num_bytes)
+        try:
+            yield
+        finally:
+            self.charged_bytes -= num_bytes
+
     def _decoder_of(self, request: web.Request) -> BodyDecompressor | None:
         """The decompressor of a request's body; None for a plain one. Raises what its head forbids."""
         decompressor = None
@@ -190,6 +199,16 @@ class Admission:
             yield charge
         finally:
             self._answer_bytes -= charged_bytes
+
+    def form(self, request: web.Request) -> AbstractAsyncContextManager[bytearray]:
+        """The request's body, as in `Bodies.read`, charged as it is: of a form with files."""
+        return self._bodies.read(request)
+
+    @contextmanager
+    def memory(self, num_bytes: int) -> Iterator[None]:
+        """Charge memory that a body has become, inside this context. Raises `CapacityError`."""
+        with self._bodies.charged(num_bytes):
+            yield
 
     def body(self, request: web.Request) -> AbstractAsyncContextManager[bytearray]:
         """The request's body, as in `Bodies.read`, charged together with its decoded values."""

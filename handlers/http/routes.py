@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 Schema = dict[str, Any]
 
 JSON, SSE, TEXT, BYTES = "application/json", "text/event-stream", "text/plain", "application/octet-stream"
+FORM = "multipart/form-data"
 STREAMED = (JSON, SSE)
 ANY: Schema = {"type": "object"}
 _PARAMETER = re.compile(r"{(\w+):[^{}]*}")

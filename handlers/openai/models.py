@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from ..http.json_bodies import encode
 from ..http.service import Service, max_context_of
 from .responses import Architecture, Model, ModelList
+
+if TYPE_CHECKING:
+    from ...runtime.text.settings import TextSettings
 
 
 class ModelRoutes:
@@ -38,9 +41,10 @@ class ModelRoutes:
         context, settings = max_context_of(self._service.instance), self._service.instance.text_settings
         if context is None or not settings.done():
             return {}
-        takes_images = settings.result().images is not None
-        architecture = Architecture(["text", "image"] if takes_images else ["text"], ["text"])
-        return {"max_model_len": context, "architecture": architecture}
+        return {
+            "max_model_len": context,
+            "architecture": Architecture(_inputs_of(settings.result()), ["text"]),
+        }
 
     def _adapters(self) -> Sequence[Model]:
         """Those in memory. One that was loaded by a name of its own has it; others are the base's."""
@@ -56,3 +60,9 @@ class ModelRoutes:
             )
             for adapter, is_registered in registry.listed()
         ]
+
+
+def _inputs_of(settings: TextSettings) -> list[str]:
+    if settings.speech is not None:
+        return ["audio"]
+    return ["text"] if settings.images is None else ["text", "image"]

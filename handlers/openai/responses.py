@@ -234,6 +234,10 @@ class EmbeddingList(msgspec.Struct, frozen=True):
     object: Literal["list"] = "list"
 
 
+class Transcription(msgspec.Struct, frozen=True):
+    text: str
+
+
 # -- /v1/models
 # ---------------------------------------------------------------------------------------------------------
 

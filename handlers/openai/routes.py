@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..http.routes import ANY, JSON, STREAMED, TEXT, Route, Schema
+from ..http.routes import ANY, FORM, JSON, STREAMED, TEXT, Route, Schema
 
 COHERE_RERANK = "/v2/rerank"  # below the Open Inference Protocol's prefix, and not of it
 _RESPONSE: Schema = {
@@ -31,6 +31,29 @@ _INFILLED: Schema = {
     "type": "object",
     "required": ["content", "stop"],
     "properties": {"content": {"type": "string"}, "stop": {"type": "boolean"}},
+}
+_TRANSLATION: Schema = {
+    "type": "object",
+    "required": ["file"],
+    "properties": {
+        "file": {
+            "type": "string",
+            "format": "binary",
+            "description": "WAV; with soundfile FLAC, MP3 and Ogg, too",
+        },
+        "model": {"type": "string"},
+        "prompt": {"type": "string"},
+        "response_format": {"enum": ["json", "text", "srt", "verbose_json", "vtt"]},
+        "temperature": {"type": "number", "minimum": 0, "maximum": 1},
+    },
+}
+_TRANSCRIPTION: Schema = {
+    **_TRANSLATION,
+    "properties": {
+        **_TRANSLATION["properties"],
+        "language": {"type": "string", "description": "such as en; without it, the likeliest one"},
+        "timestamp_granularities[]": {"type": "array", "items": {"enum": ["segment"]}},
+    },
 }
 _PAIRS = {"text_1": "Which insects fly?", "text_2": ["A dragonfly", "A stone"]}
 _DOCUMENTS = {"query": "Which insects fly?", "documents": ["A dragonfly", "A stone"]}
@@ -80,6 +103,16 @@ ROUTES = (
             ("POST", "/{id}/items", "add_items", "Add items", ".openai.response_routes:ItemsBody", _LIST, ()),
             ("GET", "/{id}/items/{item}", "get_item", "One of its items", None, ANY, ()),
             ("DELETE", "/{id}/items/{item}", "delete_item", "Delete one of its items", None, ANY, ()),
+        )
+    ),
+    *(
+        Route(
+            "POST", f"/v1/audio/{name}", f".openai.audio:AudioRoutes.{name}", "generate", summary,
+            schema, ".openai.responses:Transcription", (JSON, TEXT, "text/vtt"), body_media=FORM,
+        )
+        for name, summary, schema in (
+            ("transcriptions", "Write down what is said", _TRANSCRIPTION),
+            ("translations", "Write down in English what is said", _TRANSLATION),
         )
     ),
     Route(

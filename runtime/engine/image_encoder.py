@@ -1,4 +1,4 @@
-"""The encoder of prompts' images: one thread that runs the vision tower, in the order of the requests.
+"""The encoder of prompts' images, or of their sound: one thread that runs the tower, in the order of the requests.
 
 A sequence waits in the engine's queue until its images have rows; others are computed meanwhile. Rows are kept by the
 images' digests, the least recently used ones are dropped: a conversation sends its images again with each turn. This
@@ -25,9 +25,8 @@ from .generation import Generation
 from .sequence import error_event
 
 if TYPE_CHECKING:
-    from ..models.vision import Tiles
+    from ..models.speech_config import SpeechConfig
     from ..models.vision_config import VisionConfig
-    from ..step.batch import Int64s
 
 MAX_KEPT_BYTES = 64 << 20  # of rows whose requests have ended
 # Images on the timeline, which shows the beginning of an instance's life.
@@ -37,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 class TowerLike(Protocol):
-    """The part of `VisionTower` that is needed here."""
+    """The part of `VisionTower` and `SpeechTower` that is needed here."""
 
     @property
-    def config(self) -> VisionConfig: ...
+    def config(self) -> VisionConfig | SpeechConfig: ...
 
     def encode(self, tiles: Any, levels: Any, is_over: Callable[[], bool]) -> Iterator[Any]: ...
 
@@ -65,8 +64,14 @@ class ImageEncoder:
     def check(self, request: GenerationRequest) -> None:
         """Raise RequestError for images that do not fit the model, or whose places in the prompt are not theirs."""
         config = self._tower.config
+        if config.needs_images and len(request.images) != 1:
+            raise RequestError(
+                "this model writes down what is said, and takes no text alone",
+                param="prompt",
+                hint="Send sound to /v1/audio/transcriptions.",
+            )
         for image in request.images:
-            is_fitting = _fits(config, image.tiles, image.places) or image.rows is not None
+            is_fitting = config.fits(image.tiles, image.places) or image.rows is not None
             tokens = {request.prompt_tokens[place] for place in image.places.tolist()}
             if not is_fitting or tokens - {config.image_token}:
                 raise RequestError("an image does not fit its places in the prompt", param="messages")
@@ -143,16 +148,3 @@ class ImageEncoder:
             origin_s = self._timeline.started_at
             span = (start_s - origin_s, time.monotonic() - origin_s)
             self._timeline.add("execute", f"image {self._num_encoded}", *span, tiles=num_tiles)
-
-
-def _fits(config: VisionConfig, tiles: Tiles | None, places: Int64s) -> bool:
-    """True if the tower makes as many rows of these tiles as there are places. Tokens with rows and columns are those
-    of one tile, and adjacent.
-    """
-    if tiles is None or tiles.ndim != 4 or tiles.shape[1] != 3:
-        return False
-    rows, columns = config.grid_of(*tiles.shape[2:]) or (0, 0)
-    if not len(places) == len(tiles) * rows * columns > 0:
-        return False
-    is_run = int(places[-1] - places[0]) == len(places) - 1
-    return not config.has_grid or (len(tiles) == 1 and is_run)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .encoder import DenseTensors, Encoder
     from .encoder_config import EncoderConfig
     from .pooled_decoder import PooledDecoder
+    from .speech import SpeechTower
+    from .vision import VisionTower
 
 T = TypeVar("T", DecoderSpec, EncoderSpec)
 
@@ -118,15 +120,19 @@ def _decoder(config: DecoderConfig, weights: Weights, backends: Iterable[Executo
         lambda computes: DecoderSpec.of(config, computes.dtype),
         lambda backend, spec: backend.refuses_decoder(spec, own),
     )
-    vision = None
+    tower: VisionTower | SpeechTower | None = None
     if config.vision is not None:
         from .vision import VisionFactory, build_vision  # of few models
 
         factory = cast("VisionFactory", backend)
-        vision = build_vision(
+        tower = build_vision(
             config.vision, weights, factory, dtype=spec.dtype, hidden_size=config.hidden_size
         )
-    return Decoder(config, spec, own, backend.decoder(spec, own), computes, vision)
+    if config.speech is not None:
+        from .speech import SpeechFactory, build_speech  # of few models
+
+        tower = build_speech(config.speech, weights, cast("SpeechFactory", backend), dtype=spec.dtype)
+    return Decoder(config, spec, own, backend.decoder(spec, own), computes, tower)
 
 
 def build_again(model: Decoder, backends: Iterable[ExecutorFactory]) -> Decoder | None:

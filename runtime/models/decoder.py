@@ -31,7 +31,8 @@ from .spec import DecoderSpec
 if TYPE_CHECKING:
     from ..weights import ExpertGate
     from .adapter import Adapter  # of the few servers that have some
-    from .vision import VisionTower  # of the few models that have one
+    from .speech import SpeechTower  # of the few models that have one
+    from .vision import VisionTower  # likewise
 
 REPORTED_WAIT_S = 1e-3  # for experts; less is no wait
 
@@ -72,9 +73,9 @@ class Decoder:
         weights: DecoderWeights,
         executor: Executor,
         computes: ComputeDtype,
-        vision: VisionTower | None = None,
+        vision: VisionTower | SpeechTower | None = None,
     ) -> None:
-        """`vision` makes the rows of images, where the model takes them."""
+        """`vision` makes the rows of images or sound, where the model takes them."""
         self.config = config
         self.spec = spec
         self.computes = computes

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .experts_config import Experts
     from .mamba_config import Mamba
     from .quantization_config import QuantizationConfig
+    from .speech_config import SpeechConfig
     from .vision_config import VisionConfig
 
 # model_type → the module of its family, in `families/` or by its full name, and the architecture that it runs
@@ -95,6 +96,11 @@ VISION_FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "qwen3_5": ("qwen_vl", "Qwen3_5ForConditionalGeneration"),
     "qwen3_5_moe": ("qwen_vl", "Qwen3_5MoeForConditionalGeneration"),
 }
+# And of decoders that transcribe sound.
+SPEECH_FAMILY_MODULES: dict[str, tuple[str, str]] = {
+    "whisper": ("whisper", "WhisperForConditionalGeneration"),
+}
+_WITH_TOWERS = VISION_FAMILY_MODULES | SPEECH_FAMILY_MODULES
 
 
 def decoder_architectures() -> dict[str, tuple[str, ...]]:
@@ -105,7 +111,7 @@ def decoder_architectures() -> dict[str, tuple[str, ...]]:
         base = f"{name}Text" if family.endswith("_text") else name
         pooled = (f"{base}ForSequenceClassification", f"{base}Model")
         found[family] = (architecture, *(pooled if name != architecture else ()))
-    return found | {family: (name,) for family, (_, name) in VISION_FAMILY_MODULES.items()}
+    return found | {family: (name,) for family, (_, name) in _WITH_TOWERS.items()}
 
 
 def is_decoder(config: Mapping[str, Any]) -> bool:
@@ -221,6 +227,9 @@ class LayerNames(Struct, frozen=True):
     convolution: tuple[str, str, str] = ("conv.in_proj", "conv.conv", "conv.out_proj")
     delta_net: str = "linear_attn."
     mamba: str = "mamba."
+    cross_norm: str = "encoder_attn_layer_norm"  # of attention over an encoder's rows
+    cross_qkv: tuple[str, str, str] = ("encoder_attn.q_proj", "encoder_attn.k_proj", "encoder_attn.v_proj")
+    cross_output: str = "encoder_attn.out_proj"
     delta_net_inputs: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # one for each, or one for both
     down: str = "mlp.down_proj"
@@ -251,7 +260,7 @@ class ModelNames(Struct, frozen=True):
 class DecoderConfig(Struct, frozen=True):
     """A decoder. Counts are at least 1; `num_kv_heads` divides `num_heads`. Defaults are those of the Llama family."""
 
-    family: str  # a key of FAMILY_MODULES or VISION_FAMILY_MODULES
+    family: str  # a key of FAMILY_MODULES, or of those with towers
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -269,6 +278,7 @@ class DecoderConfig(Struct, frozen=True):
     dtype: str | None  # to compute in, where the model is quantised: embeddings do not always tell it
     is_bidirectional: bool = False  # of a model that embeds; windows are tokens to each side then
     qkv_bias: bool = False
+    key_bias: bool = True  # False: with `qkv_bias`, keys have none
     output_bias: bool = False  # of the attention's output projection
     mlp_bias: bool = False
     gated_mlp: bool = True  # otherwise down(activation(up(x))), where `names.gate_up` has `up` alone
@@ -296,6 +306,7 @@ class DecoderConfig(Struct, frozen=True):
     model_names: ModelNames = ModelNames()
     roots: tuple[str, ...] = ("", "model.")  # what may stand before all names; the first that fits counts
     vision: VisionConfig | None = None  # the tower whose rows take the places of image tokens
+    speech: SpeechConfig | None = None  # the encoder whose rows are those of a sequence's first tokens
     local_rope: RopeConfig | None = None
     layer_rotary: tuple[LayerRotary, ...] = ()  # of each layer; empty: all are turned by `rope`
     wide_rotary: bool = False  # turned in fp32, rounded once
@@ -328,7 +339,7 @@ class DecoderConfig(Struct, frozen=True):
         """Raises `ModelError` naming the key that is missing, wrong or not supported."""
         config = Fields(data)
         family = family_of(config, decoder_architectures())
-        module, _ = (FAMILY_MODULES | VISION_FAMILY_MODULES)[family]
+        module, _ = (FAMILY_MODULES | _WITH_TOWERS)[family]
         place = module if "." in module else f".families.{module}"
         read: Callable[[Fields, str], DecoderConfig] = import_module(place, __package__).read
         return read(config, family)
@@ -346,9 +357,14 @@ class DecoderConfig(Struct, frozen=True):
         return (2 * queries if self.gated_attention else queries, *(keys,) * num_others)
 
     @property
+    def source_len(self) -> int:
+        """The first tokens of each sequence, which are an encoder's rows; 0: there is none."""
+        return 0 if self.speech is None else self.speech.num_places
+
+    @property
     def is_stretched(self) -> bool:
         """True if rotary tables are stretched beyond the pretraining context."""
-        return self.max_context > self.rope.max_context
+        return self.max_context - self.source_len > self.rope.max_context
 
     def convolves(self, layer: int) -> bool:
         """True if this layer has a convolution in place of attention."""

@@ -14,6 +14,7 @@ from ..tensors import DType, Tensor
 from ..weights import Weights
 from .decoder_config import DecoderConfig, LatentAttention, LayerInputs, LayerRotary, Streams
 from .matrices import (
+    CrossAttentionWeights,
     DecoderLayerWeights,
     DecoderWeights,
     DeltaNetWeights,
@@ -21,12 +22,13 @@ from .matrices import (
     JoinedMixtureWeights,
     LaurelWeights,
     LayerInputWeights,
+    LayerNormWeights,
     MambaWeights,
     Projection,
     StreamWeights,
 )
 from .parameters import Parameters, stored_dtype
-from .projections import take_embeddings, take_linear, take_stacked
+from .projections import take_embeddings, take_linear, take_qkv, take_stacked
 
 if TYPE_CHECKING:
     from ..weights import ExpertGate
@@ -126,6 +128,7 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
     )
     laurel = _take_laurel(config, parameters) if config.laurel_rank else None
     scalar = parameters.take_norm("layer_scalar", 1) if config.has_layer_scalars else None
+    cross = None if config.speech is None else _take_cross_attention(config, parameters)
     router_gate = parameters.gate() if mixture else None
     experts, expert_gate = _take_experts(config, mixture, parameters) if mixture else ((), None)
     return DecoderLayerWeights(
@@ -138,6 +141,7 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
         scalar=scalar,
         streams=streams,
         laurel=laurel,
+        cross=cross,
         gate=parameters.gate(),
     )
 
@@ -255,13 +259,29 @@ def _take_attention(config: DecoderConfig, index: int, parameters: Parameters) -
 
         value_norm = ones(shape.head_dim)
     return {
-        "qkv": take_stacked(parameters, qkv, hidden_size, bias=config.qkv_bias),
+        "qkv": take_stacked(parameters, qkv, hidden_size, bias=config.qkv_bias)
+        if config.key_bias
+        else take_qkv(parameters, qkv, hidden_size),
         "query_norm": _take_norm(parameters, names.query_norm, norms[0]) if config.qk_norm else None,
         "key_norm": _take_norm(parameters, names.key_norm, norms[1]) if config.qk_norm and has_keys else None,
         "value_norm": value_norm,
         "output": take_linear(parameters, names.output, query_size, hidden_size, bias=config.output_bias),
         "sinks": parameters.take_norm("self_attn.sinks", config.num_heads) if config.has_sinks else None,
     }
+
+
+def _take_cross_attention(config: DecoderConfig, parameters: Parameters) -> CrossAttentionWeights:
+    names, hidden_size = config.names, config.hidden_size
+    query, *keys = names.cross_qkv
+    return CrossAttentionWeights(
+        LayerNormWeights(
+            parameters.take_norm(f"{names.cross_norm}.weight", hidden_size),
+            _take_bias(parameters, names.cross_norm, config),
+        ),
+        take_linear(parameters, query, hidden_size, hidden_size, bias=True),
+        take_qkv(parameters, [(name, hidden_size) for name in keys], hidden_size),
+        take_linear(parameters, names.cross_output, hidden_size, hidden_size, bias=True),
+    )
 
 
 def _take_latent_attention(

@@ -268,6 +268,7 @@ def refusal_of_formats(weights: DecoderWeights, table: Mapping[type[Any], Any], 
             *(() if layer.inputs is None else (layer.inputs.gate, layer.inputs.up)),
             *(() if layer.mamba is None else (layer.mamba.inputs, layer.mamba.output)),
             *(() if layer.laurel is None else (layer.laurel.down, layer.laurel.up)),
+            *(() if layer.cross is None else (layer.cross.query, layer.cross.keys, layer.cross.output)),
         ):
             if projection is None or not projection.is_settled:
                 continue

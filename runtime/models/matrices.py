@@ -139,9 +139,7 @@ class IntegerMatrix(Struct, frozen=True, eq=False):
     docs/quantize.md, "The layout", is the norm.
     """
 
-    weight: (
-        Tensor  # (N, K) I8, or (N, K / 2) U8 with two numbers of 4 bits in each; then K is a multiple of 64
-    )
+    weight: Tensor  # (N, K) I8, or (N, K / 2) U8, two numbers of 4 bits in each: K is a multiple of 64 then
     scale: Tensor  # (N, G) BF16, F16 or F32; G divides K
     zero: Tensor | None = None  # (N, G) U8 with 4 bits, I16 with 8; None means 8 with 4 bits and 0 with 8
     bias: Tensor | None = None  # (N,) BF16, F16 or F32
@@ -393,6 +391,15 @@ class JoinedMixtureWeights(Struct, frozen=True, eq=False):
     expert_factors: Tensor  # (num_experts,)
 
 
+class CrossAttentionWeights(Struct, frozen=True, eq=False):
+    """Of a layer's attention over an encoder's rows."""
+
+    norm: LayerNormWeights
+    query: Projection
+    keys: Projection  # of the encoder's rows, to keys, then values
+    output: Projection
+
+
 class DecoderLayerWeights(Struct, frozen=True, eq=False):
     """Norm weights are (size,) of any of BF16, F16, F32. `Norm.RMS` rounds them to the spec's dtype first."""
 
@@ -435,6 +442,7 @@ class DecoderLayerWeights(Struct, frozen=True, eq=False):
     streams: StreamWeights | None = None
     laurel: LaurelWeights | None = None
     joined_mixture: JoinedMixtureWeights | None = None  # of a mixture that joins the MLP
+    cross: CrossAttentionWeights | None = None  # between attention and MLP
 
 
 class DecoderWeights(Struct, frozen=True, eq=False):

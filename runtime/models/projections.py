@@ -104,6 +104,14 @@ def take_stacked(
     return StoredProjection(tuple(matrix for run in runs for matrix in _joined_or_all(run)))
 
 
+def take_qkv(parameters: Parameters, names_and_sizes: Sequence[tuple[str, int]], num_in: int) -> Projection:
+    """Queries, keys and values, or the last two, of which keys alone have no bias."""
+    key, _ = names_and_sizes[-2]
+    return JoinedProjection(
+        tuple(take_linear(parameters, name, num_in, size, bias=name != key) for name, size in names_and_sizes)
+    )
+
+
 def _tool_of(parameters: Parameters, name: str) -> str | None:
     """The tool whose tensors a matrix is made of; None where it is in one of `FORMATS`."""
     if any(f"{name}.{kind}" in parameters for kind in ("qweight", "weight_packed")):

@@ -182,6 +182,9 @@ class DecoderSpec(Struct, frozen=True):
     num_deep_rows: int
     whole_images: bool  # the tokens of an image see one another, those before them as far as a window reaches
     windowed_images: bool  # but not in layers without a window
+    # The first tokens of a sequence are this many rows of an encoder, which pass through no layer: each makes keys and
+    # values of them, which the others see by attention of its own between attention and MLP (cross-attention).
+    source_len: int
 
     @classmethod
     def of(cls, config: DecoderConfig, dtype: DType) -> DecoderSpec:
@@ -261,6 +264,7 @@ class DecoderSpec(Struct, frozen=True):
             num_deep_rows=0 if config.vision is None else len(config.vision.deep_layers),
             whole_images=config.vision is not None and config.vision.is_whole,
             windowed_images=config.vision is not None and config.vision.is_whole_in_windows,
+            source_len=config.source_len,
         )
 
     def scales_queries(self, layer: int) -> bool:
@@ -364,6 +368,7 @@ def native_alone(spec: DecoderSpec) -> str | None:
         "streams": spec.streams is not None,
         "laurel_rank": spec.laurel_rank > 0,
         "gate_cuts": set(spec.gate_cuts) != {None},
+        "source_len": spec.source_len > 0,
     }
     return next((name for name, is_there in found.items() if is_there), None)
 

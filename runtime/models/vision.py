@@ -29,6 +29,8 @@ from .vision_config import VisionConfig
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from .speech_config import SpeechConfig
+
     Levels = npt.NDArray[np.float32]  # (3, 256): a channel's number for each value of a pixel
     Tiles = npt.NDArray[np.uint8]  # (N, 3, height, width), as `VisionConfig.grid_of` takes them
 
@@ -240,32 +242,66 @@ def spec_of(config: VisionConfig, dtype: DType) -> EncoderSpec:
     """The tower's layers as those of an encoder."""
     head_dim = config.hidden_size // config.num_heads
     rotary = Rotary.whole(config.rope_theta, head_dim // 2)  # of rows, and of columns
+    return tower_spec(
+        config,
+        dtype,
+        vocab_size=config.patches_per_tile,
+        max_positions=config.num_positions,
+        norm=config.norm,
+        attention_scale=config.attention_scale,
+        gated=len(config.names.up) > 1,
+        final_norm=config.names.final_norm is not None,
+        has_biases=config.has_biases,
+        rotary=None if rotary is None else Rotary(head_dim, rotary.frequencies * 2),
+        output_norms=config.names.output_norms is not None,
+        head_norms=config.names.head_norms is not None,
+        turned_parts=2 if config.axis_positions else 1,
+        is_bounded=config.is_bounded,
+    )
+
+
+def tower_spec(
+    config: VisionConfig | SpeechConfig,
+    dtype: DType,
+    *,
+    vocab_size: int,
+    max_positions: int,
+    norm: Norm = Norm.LAYER,
+    attention_scale: float | None = None,
+    gated: bool = False,
+    final_norm: bool = True,
+    has_biases: bool = True,
+    rotary: Rotary | None = None,
+    **more: Any,
+) -> EncoderSpec:
+    """An encoder of these sizes whose norms come first, and which pools nothing. `more` are fields of it."""
+    head_dim = config.hidden_size // config.num_heads
     return EncoderSpec(
         dtype=dtype,
-        vocab_size=config.patches_per_tile,
+        vocab_size=vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_layers=config.num_layers,
         num_heads=config.num_heads,
         head_dim=head_dim,
-        norm=config.norm,
+        norm=norm,
         norm_eps=config.norm_eps,
-        attention_scale=config.attention_scale or head_dim**-0.5,
+        attention_scale=attention_scale or head_dim**-0.5,
         activation=activation_of(config.activation) or Activation.GELU_TANH,
-        gated=len(config.names.up) > 1,
+        gated=gated,
         pre_norm=True,
         embedding_size=None,
         embedding_norm=False,
-        final_norm=config.names.final_norm is not None,
-        norm_bias=config.norm is Norm.LAYER,
-        qkv_bias=config.has_biases,
-        output_bias=config.has_biases,
-        mlp_bias=config.has_biases,
-        max_positions=config.num_positions,
+        final_norm=final_norm,
+        norm_bias=norm is Norm.LAYER,
+        qkv_bias=has_biases,
+        output_bias=has_biases,
+        mlp_bias=has_biases,
+        max_positions=max_positions,
         position_offset=0,
         type_vocab_size=0,
         windows=(None,) * config.num_layers,
-        rotary=None if rotary is None else Rotary(head_dim, rotary.frequencies * 2),
+        rotary=rotary,
         local_rotary=None,
         position_bias=None,
         disentangled=None,
@@ -276,10 +312,7 @@ def spec_of(config: VisionConfig, dtype: DType) -> EncoderSpec:
         head_activation=Activation.TANH,
         head_bias=False,
         head_norm=False,
-        output_norms=config.names.output_norms is not None,
-        head_norms=config.names.head_norms is not None,
-        turned_parts=2 if config.axis_positions else 1,
-        is_bounded=config.is_bounded,
+        **more,
     )
 
 

@@ -23,6 +23,9 @@ from .fields import ACTIVATIONS, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields, Norm
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from ..step.batch import Int64s
+    from .vision import Tiles
+
 MAX_TILE_PIXELS = 4_096  # of a tile's side
 MAX_PATCHES = 1 << 14  # of a tile
 _DEFAULTS: dict[str, object] = {
@@ -179,6 +182,8 @@ class VisionConfig(Struct, frozen=True):
     deep_layers: tuple[int, ...] = ()
     has_grid: bool = False  # the decoder turns an image's tokens by their rows and columns
 
+    needs_images = False  # prompts may be of text alone
+
     @property
     def patches_per_side(self) -> int:
         return self.tile_size // self.patch_size
@@ -206,6 +211,18 @@ class VisionConfig(Struct, frozen=True):
             return None
         most = min(self.most_tokens, MAX_PATCHES // self.square**2)
         return (rows, columns) if is_whole and 0 < rows * columns <= most else None
+
+    def fits(self, tiles: Tiles | None, places: Int64s) -> bool:
+        """True if the tower makes as many rows of these tiles as there are places. Tokens with rows and columns are
+        those of one tile, and adjacent.
+        """
+        if tiles is None or tiles.ndim != 4 or tiles.shape[1] != 3:
+            return False
+        rows, columns = self.grid_of(*tiles.shape[2:]) or (0, 0)
+        if not len(places) == len(tiles) * rows * columns > 0:
+            return False
+        is_run = int(places[-1] - places[0]) == len(places) - 1
+        return not self.has_grid or (len(tiles) == 1 and is_run)
 
     def is_among(self, names: Iterable[str]) -> bool:
         """True if some of these names are those of the tower's tensors."""

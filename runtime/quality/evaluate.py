@@ -35,6 +35,7 @@ WORK_BYTES = 512 * MIB
 
 OnProgress = Callable[[TransferProgress], None]
 Compare = Callable[[], DecoderQuality | EncoderQuality]
+Built = Decoder | Encoder | PooledDecoder
 
 
 def evaluate_draft(
@@ -161,14 +162,25 @@ class _Comparison:
         return tuple(reports)
 
 
-def _build(files: ModelFiles, weights: TieredWeights) -> Decoder | Encoder | PooledDecoder:
-    """The model over weights whose content may not have arrived."""
-    return build_model(
-        files.json("config.json", required=True),
-        weights.tensors(),
-        BackendChoice().model_backends(),
-        **sentence_files(files),
+def _build(files: ModelFiles, weights: TieredWeights) -> Built:
+    """The model over weights whose content may not have arrived. Raises `UsageError` for one that transcribes sound."""
+    return _reading_text(
+        build_model(
+            files.json("config.json", required=True),
+            weights.tensors(),
+            BackendChoice().model_backends(),
+            **sentence_files(files),
+        )
     )
+
+
+def _reading_text(model: Built) -> Built:
+    if isinstance(model, Decoder) and model.config.speech is not None:
+        raise UsageError(
+            "a model that transcribes sound reads no text, by which drafts are measured and models calibrated",
+            hint="Pack it with --no-calibrate.",
+        )
+    return model
 
 
 def _bytes_to_read(manifest: Manifest, drafts: Sequence[Tier]) -> int:
@@ -196,10 +208,12 @@ class WholeDecoder:
         """
         self.files = ModelFiles(source, manifest, LoadOptions())
         weights = TieredWeights(manifest)
-        built = build_model(
-            self.files.json("config.json", required=True),
-            weights.tensors(),
-            BackendChoice(compute_dtype=compute_dtype).model_backends(),
+        built = _reading_text(
+            build_model(
+                self.files.json("config.json", required=True),
+                weights.tensors(),
+                BackendChoice(compute_dtype=compute_dtype).model_backends(),
+            )
         )
         if not isinstance(built, Decoder):
             raise UsageError(

@@ -281,6 +281,21 @@ def select(batch: StepBatch, numbers: Sequence[int]) -> tuple[StepBatch, Int64s]
     return chosen, index
 
 
+def part_of(batch: StepBatch, rows: Int64s) -> StepBatch:
+    """These rows of the batch, ascending, without what tells rows apart in it: of each span, one run."""
+    spans: list[SequenceSpan] = []
+    for span in batch.spans:
+        first, end = np.searchsorted(rows, (span.start, span.start + span.length)).tolist()
+        if first < end:
+            behind = span.start + span.length - 1 - int(rows[end - 1])
+            spans.append(
+                replace(span, start=first, length=end - first, context_len=span.context_len - behind)
+            )
+    return StepBatch(
+        batch.tokens[rows], batch.positions[rows], batch.slots[rows], tuple(spans), np.empty(0, np.int64)
+    )
+
+
 def _images_at(images: Sequence[ImageRows], index: Int64s) -> Iterator[ImageRows]:
     """The rest of the images in a batch of the rows with these numbers, ascending."""
     for image in images:

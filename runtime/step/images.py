@@ -17,12 +17,13 @@ _KEY_BIT = 1 << 62  # of an image's keys: above every token's id
 
 
 class PromptImage(Struct, eq=False):
-    """One image of a prompt, which all choices of it share. `rows` is set once, by the thread that encodes it, before
+    """One image of a prompt, or a window of sound, which all choices of it share. `rows` is set once, by the thread that encodes it, before
     any step reads them.
     """
 
     digest: bytes  # of the image's bytes: equal digests have equal tiles
-    tiles: npt.NDArray[np.uint8] | None  # (N, 3, height, width), until there are rows
+    # (N, 3, height, width) of bytes, until there are rows; of sound, a spectrogram (1, bands, columns) in fp32
+    tiles: npt.NDArray[Any] | None
     levels: npt.NDArray[np.float32]  # (3, 256): a channel's number for each value of a pixel
     places: npt.NDArray[np.int64]  # (T,), ascending: the prompt's tokens that it takes the places of
     rows: Any = None  # (T, hidden_size) or wider, as `ImageRows.values`

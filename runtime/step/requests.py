@@ -85,6 +85,9 @@ class SamplingParams(Struct, frozen=True):
     allowed_tokens: tuple[int, ...] | None = None  # None: all
     # Sequences of tokens that an answer never completes.
     bad_words: tuple[tuple[int, ...], ...] = ()
+    # The first of a speech model's tokens of times: where these are likelier together than any other token that may
+    # come next, one of them does.
+    times_from: int | None = None
 
     def __post_init__(self) -> None:
         _in_range("temperature", self.temperature, 0.0, 100.0)
@@ -118,6 +121,7 @@ class SamplingParams(Struct, frozen=True):
             "logit_bias": tuple(token for token, _ in self.logit_bias),
             "allowed_token_ids": self.allowed_tokens or (),
             "bad_words": tuple(token for word in self.bad_words for token in word),
+            "times_from": () if self.times_from is None else (self.times_from,),
         }
 
 

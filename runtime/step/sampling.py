@@ -71,6 +71,8 @@ def _choose(logits: Floats, state: SamplingState) -> Chosen:
     except GrammarError as error:
         return error
     legal = scores if words is None else _masked(scores, words)
+    if state.params.times_from is not None:
+        legal = _with_likely_times(legal, state.params.times_from)
     ((score, token),) = _best(legal[None])
     if not math.isfinite(score):
         return not_finite()
@@ -112,6 +114,22 @@ def _masked(scores: Floats, words: MaskWords) -> Floats:
     """(vocab,) scores with minus infinity for tokens that may not come next."""
     bits = np.unpackbits(words.view(np.uint8), count=scores.size, bitorder="little")
     return np.where(bits.view(np.bool_), scores, np.float32(-math.inf))
+
+
+def _with_likely_times(scores: Floats, times_from: int) -> Floats:
+    """(vocab,) scores, with minus infinity for all before `times_from` where those behind are likelier together than
+    each of these.
+    """
+    times = scores[times_from:]
+    best = times.max()
+    if not math.isfinite(best):
+        return scores
+    together = best + np.log(np.exp(times - best).sum())
+    if not together > scores[:times_from].max():
+        return scores
+    left = scores.copy()
+    left[:times_from] = -math.inf
+    return left
 
 
 def _draw(scores: Floats, best: float, state: SamplingState) -> int:

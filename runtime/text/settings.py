@@ -13,6 +13,7 @@ from ..errors import ModelError
 
 if TYPE_CHECKING:
     from ..images.processor import ImageProcessor
+    from ..speech.settings import SpeechSettings
 
 MAX_TEMPLATE_BYTES = 256 << 10  # of a file that replaces the model's own
 
@@ -55,6 +56,7 @@ class TextSettings(NamedTuple):
     has_token_types: bool = True
     images: ImageProcessor | None = None  # None: the model reads text only
     pairs: PairTemplate | None = None  # None: tokenizer.json has the template for pairs
+    speech: SpeechSettings | None = None  # None: the model takes no sound
 
     def with_template(self, text: str) -> TextSettings:
         """The settings with this chat template, for requests with tools and without."""
@@ -78,6 +80,7 @@ class TextSettings(NamedTuple):
             _has_token_types(settings, config),
             _image_processor(preprocessor, processor, special_tokens),
             _pair_template(files),
+            _speech_settings(_json_object(files, "generation_config.json"), config),
         )
 
 
@@ -89,6 +92,14 @@ def _image_processor(
     from ..images.processor import ImageProcessor  # of few models
 
     return ImageProcessor.read(preprocessor, processor, special_tokens)
+
+
+def _speech_settings(generation: dict[str, Any], config: dict[str, Any]) -> SpeechSettings | None:
+    if config.get("model_type") != "whisper":
+        return None
+    from ..speech.settings import SpeechSettings  # of few models
+
+    return SpeechSettings.read(config, generation)
 
 
 def _pair_template(files: Files) -> PairTemplate | None:

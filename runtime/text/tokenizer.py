@@ -41,6 +41,7 @@ class TextTokenizer:
         self._has_token_types = settings.has_token_types
         self._pairs = settings.pairs
         self.images = settings.images  # None: the model reads text only
+        self.speech = settings.speech  # None: it takes no sound
         self.chat_template = chat_template or make_chat_template(settings)
         self.vocab_size = backend.vocab_size
         own = backend.piece_to_id(self.special_tokens.get("eos_token", ""))

@@ -63,12 +63,15 @@ DEFAULT_INT8 = ("v",)
 _KINDS = {"q_a": "q", "q_b": "q", "kv_a": "v", "kv_b": "v"}  # of latents, which values are made of
 
 # What may stand before the names of a decoder's tensors, alone or next to a tower.
-DECODER = r"(?:(?:model|backbone)\.(?:(?:text|language)_model\.)?|language_model\.model\.|gpt_neox\.|transformer\.)?"
+DECODER = (
+    r"(?:(?:model|backbone)\.(?:(?:text|language)_model\.|decoder\.)?"
+    r"|language_model\.model\.|gpt_neox\.|transformer\.)?"
+)
 _EMBEDDINGS = re.compile(rf"{DECODER}(?:embed_(?:tokens|in)|embeddings|wte)\.weight")
-_HEAD = re.compile(r"(?:(?:language_model\.)?lm_head|embed_out)\.weight")
+_HEAD = re.compile(r"(?:(?:language_model\.)?lm_head|embed_out|proj_out)\.weight")
 _PROJECTION = re.compile(
     rf"{DECODER}(?:layers|h)\.[0-9]+\.(?:"
-    r"self_attn\.(?:(?:[qkvo]|qkv|out|q_[ab]|kv_b)_proj|kv_a_proj_with_mqa|dense)|"
+    r"self_attn\.(?:(?:[qkvo]|qkv|out|q_[ab]|kv_b)_proj|kv_a_proj_with_mqa|dense)|encoder_attn\.(?:[qkv]|out)_proj|fc[12]|"
     r"attention\.(?:query_key_value|dense)|mlp\.dense_(?:h_to_4h|4h_to_h)|attn\.c_(?:attn|proj)|conv\.(?:in|out)_proj|"
     r"mamba\.(?:in|out)_proj|feed_forward\.(?:gate|up|down)_proj|"
     r"(?:shared_mlp|block_sparse_moe\.experts\.[0-9]+)\.(?:input|output)_linear|"

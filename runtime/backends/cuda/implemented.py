@@ -76,6 +76,7 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "takes_images": one_of(False),
     "whole_images": one_of(False),
     "windowed_images": one_of(False),
+    "source_len": one_of(0),
 }
 
 

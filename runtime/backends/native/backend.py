@@ -17,6 +17,7 @@ from .implemented import NAME, refusal, refusal_of_spec
 
 if TYPE_CHECKING:
     from ....loader.native.library import Library
+    from ...models.speech import SpeechExecutor, SpeechWeights
     from ...models.vision import VisionExecutor, VisionWeights
 
 _STORAGES: dict[KVKind, type[KVStorage] | type[Int8KVStorage]] = {
@@ -73,6 +74,12 @@ class NativeBackend:
 
         assert self._library is not None
         return NativeVision(spec, weights, self._library)
+
+    def speech(self, spec: EncoderSpec, weights: SpeechWeights) -> SpeechExecutor:
+        from .speech import NativeSpeech  # of few models
+
+        assert self._library is not None
+        return NativeSpeech(spec, weights, self._library)
 
     def _lacks(self, device: str) -> str | None:
         if device != CPU:

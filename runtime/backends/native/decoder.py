@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ...errors import ModelError
 from ...models.decoder_config import LatentAttention, LayerInputs
@@ -27,7 +28,7 @@ from ...models.matrices import (
 )
 from ...models.rotary import query_factors
 from ...models.spec import DecoderSpec, rounded
-from ...step.batch import Int64s, StepBatch
+from ...step.batch import Int64s, StepBatch, part_of
 from ...tensors import Tensor, from_float32, to_float32
 from . import arrays, records
 from .decoder_records import layer_record, model_record, turn_tables
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from .adapters import AdaptedSteps, StepRuns
     from .arrays import Array
 
-WHOLE_LAYERS, UP_TO_ROUTER, FROM_ROUTER_ON = 0, 1, 2  # `tn_half`
+WHOLE_LAYERS, UP_TO_ROUTER, FROM_ROUTER_ON, SOURCES = 0, 1, 2, 3  # `tn_half`
 
 
 class NativeStep(Struct, frozen=True, eq=False):
@@ -56,6 +57,16 @@ class NativeStep(Struct, frozen=True, eq=False):
     turn: Int64s  # (T,): each token's row of them
     query_scales: Floats | None  # (T,), of layers that have such
     runs: StepRuns | None  # of rows that have adapters; None: none has
+    # Of a step with rows of sources: these alone, whose numbers and the others' come first. `batch` has the others.
+    sources: SourceRows | None = None
+
+
+class SourceRows(NamedTuple):
+    """The rows of a step that are an encoder's."""
+
+    step: NativeStep
+    own: Int64s
+    others: Int64s
 
 
 class RowsWithInputs(NamedTuple):
@@ -71,7 +82,6 @@ class NativeDecoder:
     name = NAME
     is_batch_invariant = True
     runs_layers_together = True
-    takes_adapters = True
     routes_apart = True
 
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights, library: Library) -> None:
@@ -79,6 +89,7 @@ class NativeDecoder:
         self._spec = spec
         self._weights = weights
         self._library = library
+        self.takes_adapters = not spec.source_len
         self._adapted: AdaptedSteps | None = None  # from the first step on that has adapters
         self._products = Products(library)
         self._operations = Operations(library)
@@ -109,8 +120,11 @@ class NativeDecoder:
         x = self._embedded(self._weights.embeddings, batch.tokens, spec.hidden_size, spec.embedding_scale)
         if self._weights.positions is not None:
             more = np.empty_like(x)
+            positions = (
+                np.maximum(batch.positions - spec.source_len, 0) if spec.source_len else batch.positions
+            )
             x = self._operations.add(
-                x, self._operations.embed(self._weights.positions.array, None, batch.positions, more)
+                x, self._operations.embed(self._weights.positions.array, None, positions, more)
             )
         for image in batch.images:
             x[image.rows] = image.values[:, : spec.hidden_size]
@@ -163,6 +177,23 @@ class NativeDecoder:
 
     def begin(self, batch: StepBatch, kv: Any) -> NativeStep:
         """Raises `ValueError` for rows, slots or blocks that do not fit."""
+        if self._spec.source_len:
+            return self._begin_behind_sources(batch, kv)
+        return self._begin(batch, kv)
+
+    def _begin_behind_sources(self, batch: StepBatch, kv: Any) -> NativeStep:
+        """The rows of sources apart, which are those of images."""
+        is_source = batch.positions < self._spec.source_len
+        rows = np.concatenate([image.rows for image in batch.images] or [np.empty(0, np.int64)])
+        if not np.array_equal(np.sort(rows), np.flatnonzero(is_source)):
+            raise ValueError(f"a sequence's first {self._spec.source_len} tokens must be an encoder's rows")
+        if not len(rows):
+            return self._begin(batch, kv)
+        own, others = np.flatnonzero(is_source), np.flatnonzero(~is_source)
+        step = self._begin(part_of(batch, others), kv)
+        return replace(step, sources=SourceRows(self._begin(part_of(batch, own), kv), own, others))
+
+    def _begin(self, batch: StepBatch, kv: Any) -> NativeStep:
         pool = self._pool_of(kv)
         spec, num_rows = self._spec, len(batch.tokens)
         if pool.shapes != self._pool_shapes or not pool.takes(self._record.dtype):
@@ -193,6 +224,13 @@ class NativeDecoder:
         self, step: NativeStep, first: int, end: int, x: Array | RowsWithInputs
     ) -> Array | RowsWithInputs:
         """x (T, hidden_size) through the layers [first, end), in place."""
+        if step.sources is not None:
+            rows, (sources, own, others) = _x_of(x), step.sources
+            self._run(sources, first, end, np.ascontiguousarray(rows[own]), SOURCES)
+            through = np.ascontiguousarray(rows[others])
+            self._run(step, first, end, through, WHOLE_LAYERS)
+            rows[others] = through
+            return x
         while step.batch.images and first < min(end, self._spec.num_deep_rows):
             self._run(step, first, first + 1, x, WHOLE_LAYERS)
             first += 1
@@ -421,7 +459,7 @@ def _x_of(rows: Array | RowsWithInputs) -> Array:
 
 def _projections(layer: DecoderLayerWeights) -> dict[str, Projection]:
     """Those of the layer, but for its experts', by the record's names."""
-    mamba, inputs, laurel = layer.mamba, layer.inputs, layer.laurel
+    mamba, inputs, laurel, cross = layer.mamba, layer.inputs, layer.laurel, layer.cross
     found = {
         "qkv": layer.qkv,
         "output": layer.output,
@@ -437,6 +475,8 @@ def _projections(layer: DecoderLayerWeights) -> dict[str, Projection]:
         "input_up": None if inputs is None else inputs.up,
         "laurel_down": None if laurel is None else laurel.down,
         "laurel_up": None if laurel is None else laurel.up,
+        **({} if cross is None else {"cross_query": cross.query, "cross_keys": cross.keys}),
+        **({} if cross is None else {"cross_output": cross.output}),
     }
     return {name: projection for name, projection in found.items() if projection is not None}
 

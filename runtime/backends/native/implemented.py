@@ -140,6 +140,7 @@ IMPLEMENTED: Mapping[str, Accepts] = {
             "num_deep_rows",
             "whole_images",
             "windowed_images",
+            "source_len",
             "rotary.dim",
             "rotary.frequencies",
             "rotary.factor",

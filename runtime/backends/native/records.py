@@ -130,6 +130,7 @@ class AttentionArgs(ctypes.Structure):
         ("sinks", Vector),
         ("ends", _POINTER),
         *fields(_INT32, "chunked reserved"),
+        *fields(_INT64, "first_key last_key"),
     )
 
 
@@ -199,6 +200,8 @@ class DecoderLayerRecord(ctypes.Structure):
         *fields(_INT64, "state_first window"),
         *fields(_INT32, "rotary scales_queries reads_keys keys_are_values cuts_gates"),
         ("gate_cut", _FLOAT),
+        *fields(Vector, "cross_norm cross_norm_bias"),
+        *fields(ProjectionRecord, "cross_query cross_keys cross_output"),
     )
 
 
@@ -227,6 +230,7 @@ class DecoderRecord(ctypes.Structure):
         *fields(_FLOAT, "mlp_residual_scale gate_scale attention_output_scale mamba_output_scale"),
         ("mamba_scales", _FLOAT * 5),
         ("ends_in_windows", _INT32),
+        ("source_len", _INT64),
     )
 
 

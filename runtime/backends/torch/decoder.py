@@ -131,6 +131,7 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "takes_images": one_of(False),
     "whole_images": one_of(False),
     "windowed_images": one_of(False),
+    "source_len": one_of(0),
 }
 
 _STORAGES: dict[KVKind, type[TorchKVStorage] | type[TorchInt8KVStorage]] = {

@@ -44,7 +44,7 @@ def read(config: Fields, family: str) -> DecoderConfig:
     common = read_common(
         config.replaced({"intermediate_size": inner_size}),
         family,
-        rope=_unused_rope,
+        rope=unused_rope,
         activation_key="activation_function",
         default_activation="gelu_new",
         norm_eps_key="layer_norm_epsilon",
@@ -71,5 +71,6 @@ def read(config: Fields, family: str) -> DecoderConfig:
     )
 
 
-def _unused_rope(config: Fields, *, head_dim: int, max_positions: int) -> RopeConfig:
+def unused_rope(config: Fields, *, head_dim: int, max_positions: int) -> RopeConfig:
+    """That of models whose positions are learned."""
     return RopeConfig(RopeType.DEFAULT, 10_000.0, head_dim // 2 * 2, max_positions, max_positions)

@@ -1,0 +1,1 @@
+"""Files of sound to a model's spectrograms, and its tokens to timed texts."""

@@ -1,0 +1,55 @@
+"""From the tokens of a window of sound to timed segments, and how far the next window begins behind it: the sequential
+algorithm for long sound, as transformers' generation of Whisper has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+S_PER_TIME = 0.02  # from one token of time to the next
+COLUMNS_PER_TIME = 2  # of a spectrogram
+
+
+class Segment(NamedTuple):
+    """A stretch of speech. Times are seconds from the sound's beginning."""
+
+    start_s: float
+    end_s: float
+    tokens: tuple[int, ...]  # with those of times
+    first_column: int  # of its window
+
+
+def segments_of(
+    tokens: Sequence[int], times_from: int, *, first_column: int, num_columns: int
+) -> tuple[list[Segment], int]:
+    """The segments of a window of `num_columns` from this one of the spectrogram on, whose tokens end before the end
+    token; and how many columns the next window begins behind it.
+
+    Two times next to each other end a segment. What follows the last pair is cut off in its middle, and heard again,
+    unless one time alone comes last: then nobody speaks behind it.
+    """
+    begin_s = first_column / COLUMNS_PER_TIME * S_PER_TIME
+    is_time = [token >= times_from for token in tokens]
+    ends = [place + 1 for place in range(len(tokens) - 1) if is_time[place] and is_time[place + 1]]
+    is_single = is_time[-2:] == [False, True]
+
+    def seconds(token: float) -> float:
+        return begin_s + (token - times_from) * S_PER_TIME
+
+    if not ends:
+        last = num_columns // COLUMNS_PER_TIME
+        times = [token for token in tokens if token >= times_from]
+        if times and times[-1] != times_from:
+            last = times[-1] - times_from
+        return [Segment(begin_s, begin_s + last * S_PER_TIME, tuple(tokens), first_column)], num_columns
+    if is_single:
+        ends.append(len(tokens))
+    segments, first = [], 0
+    for end in ends:
+        own = tuple(tokens[first:end])
+        segments.append(Segment(seconds(own[0]), seconds(own[-1]), own, first_column))
+        first = end
+    if is_single:
+        return segments, num_columns
+    return segments, (tokens[first - 1] - times_from) * COLUMNS_PER_TIME

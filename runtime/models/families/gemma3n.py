@@ -105,9 +105,8 @@ def _intermediate_sizes(config: Fields) -> list[int]:
 def _inputs(config: Fields) -> LayerInputs:
     """Tokens behind the table's rows take the first one."""
     size = config.integer("hidden_size_per_layer_input", low=1, high=MAX_WIDTH, default=256)
-    return LayerInputs(
-        size, config.integer("vocab_size_per_layer_input", low=1, high=MAX_VOCABULARY, default=262_144)
-    )
+    rows = config.integer("vocab_size_per_layer_input", low=1, high=MAX_VOCABULARY, default=262_144)
+    return LayerInputs(size, rows, rounds_factors=True)
 
 
 def _streams(config: Fields) -> Streams:

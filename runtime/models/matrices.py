@@ -376,7 +376,7 @@ class StreamWeights(Struct, frozen=True, eq=False):
 
 
 class LaurelWeights(Struct, frozen=True, eq=False):
-    """Of a product beside attention."""
+    """Of a product next to attention."""
 
     down: Projection  # (rank, hidden)
     up: Projection  # (hidden, rank)

@@ -1,4 +1,4 @@
-"""Gemma 3n's text model: several streams of x, low-rank products beside attention, gates of which the largest alone
+"""Gemma 3n's text model: several streams of x, low-rank products next to attention, gates of which the largest alone
 pass in the first layers, and inputs of layers.
 
 As in Gemma 4, norms are by the weight itself, queries, keys and values are normalised, scores are not scaled, and the

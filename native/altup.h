@@ -1,5 +1,5 @@
 /* Several streams of x, of which a layer computes one (AltUp, arXiv 2301.13310), and what else such layers have: a low-rank
- * product beside attention (LAuReL, arXiv 2411.07501), and gates of which the largest alone pass. Inside a region.
+ * product next to attention (LAuReL, arXiv 2411.07501), and gates of which the largest alone pass. Inside a region.
  *
  * A layer predicts each stream from all of them. To the active one's prediction it adds what other models' layers add to
  * x, and corrects each prediction by a multiple of the sum's difference from it. What streams are multiplied with depends

@@ -717,7 +717,7 @@ typedef struct tn_decoder {
     int64_t mamba_head_dim;
     int64_t mamba_state_size;       /* of keys and queries: a multiple of 4, at most TN_MAX_MAMBA_STATE */
     int64_t mamba_convolution_size; /* tokens that its convolution sees, at most TN_MAX_CONVOLUTION */
-    int64_t laurel_rank;            /* of a product beside attention, in layers with both parts; 0: there is none. Like the
+    int64_t laurel_rank;            /* of a product next to attention, in layers with both parts; 0: there is none. Like the
                                      * next not of parallel layers, nor with mixtures or Mamba-2 */
     int64_t num_streams;            /* of x (altup.h), at most TN_MAX_STREAMS, in layers with both parts and inputs of their
                                      * own, which are added to all but the first; 0: x is one */

@@ -59,7 +59,7 @@ static void *take(char **scratch, int64_t num_elements, int dtype) {
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Columns of an MLP between gate and down: of a dense one, or a shared expert; or of a layer's inputs, or what lies
- * between the two products beside attention. */
+ * between the two products next to attention. */
 static int64_t most_inner(const tn_decoder *model) {
     const int64_t others = larger(model->layer_input_size, model->laurel_rank);
     return larger(larger(model->intermediate_size, model->shared_size), others);
@@ -557,7 +557,7 @@ static tn_altup altup_of(const step_t *step, const tn_decoder_layer *layer) {
     return (tn_altup){step->args->model, layer, step->args->x, step->x, step->normed, step->args->num_rows};
 }
 
-/* The product beside attention, whose input `normed` holds and keeps. */
+/* The product next to attention, whose input `normed` holds and keeps. */
 static void laurel_stages(const step_t *step, const tn_decoder_layer *layer, tn_region *region) {
     const tn_altup altup = altup_of(step, layer);
     const tn_adapted none = {0};

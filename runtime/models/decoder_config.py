@@ -199,6 +199,7 @@ class LayerInputs(Struct, frozen=True):
     size: int
     vocab_size: int
     default_row: int = 0  # that of all tokens of images, and of tokens behind the table's
+    rounds_factors: bool = False  # hidden_size^-1/2 and 2^-1/2 are rounded to the model's dtype
 
 
 class Streams(Struct, frozen=True):

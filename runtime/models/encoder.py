@@ -19,9 +19,9 @@ from ..errors import ContextLengthError, ModelError, RequestError
 from ..tensors import DType
 from ..weights import Weights
 from .encoder_config import EncoderConfig
-from .encoder_weights import EncoderLayerWeights, EncoderWeights, LayerNormWeights
+from .encoder_weights import EncoderLayerWeights, EncoderWeights
 from .executor import ComputeDtype, EncoderExecutor, TextBatch
-from .matrices import DenseMatrix, Projection, StoredProjection
+from .matrices import DenseMatrix, LayerNormWeights, Projection, StoredProjection
 from .parameters import Parameters, stored_dtype
 from .pooling_config import DENSE_WEIGHTS, Dense
 from .projections import take_linear, take_stacked

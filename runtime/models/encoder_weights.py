@@ -9,14 +9,7 @@ from msgspec import Struct
 if TYPE_CHECKING:
     from ..tensors import Tensor
     from ..weights import Gate, RowGate
-    from .matrices import DenseMatrix, Projection
-
-
-class LayerNormWeights(Struct, frozen=True, eq=False):
-    """(hidden,) each, of any of BF16, F16, F32."""
-
-    weight: Tensor
-    bias: Tensor | None
+    from .matrices import DenseMatrix, LayerNormWeights, Projection
 
 
 class EncoderLayerWeights(Struct, frozen=True, eq=False):

@@ -8,7 +8,7 @@ others: nothing is computed silently wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,11 @@ from msgspec.structs import asdict
 from ..kv.storage import KVKind
 from ..step.batch import Int64s, StepBatch
 from ..tensors import DType
-from .encoder_weights import EncoderWeights
 from .matrices import DecoderWeights
 from .spec import DecoderSpec, EncoderSpec
+
+if TYPE_CHECKING:
+    from .encoder_weights import EncoderWeights
 
 Activations = Any  # (T, hidden_size) in the spec's dtype, in a form of the executor's own
 Floats = npt.NDArray[np.float32]

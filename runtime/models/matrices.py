@@ -374,7 +374,7 @@ class StreamWeights(Struct, frozen=True, eq=False):
 
 
 class LaurelWeights(Struct, frozen=True, eq=False):
-    """Of a product beside attention."""
+    """Of a product next to attention."""
 
     down: Projection  # (rank, hidden)
     up: Projection  # (hidden, rank)
@@ -389,6 +389,13 @@ class JoinedMixtureWeights(Struct, frozen=True, eq=False):
     expert_output_norm: Tensor
     mlp_output_norm: Tensor  # before the sum of both
     expert_factors: Tensor  # (num_experts,)
+
+
+class LayerNormWeights(Struct, frozen=True, eq=False):
+    """(hidden,) each, of any of BF16, F16, F32."""
+
+    weight: Tensor
+    bias: Tensor | None
 
 
 class CrossAttentionWeights(Struct, frozen=True, eq=False):

@@ -109,7 +109,7 @@ class DecoderSpec(Struct, frozen=True):
     layer_shapes: tuple[LayerShape, ...]  # of each layer
     layer_inputs: LayerInputs | None
     streams: Streams | None  # of x, scaled to one size before the first layer and behind the last one
-    laurel_rank: int  # of a product beside attention; 0: there is none
+    laurel_rank: int  # of a product next to attention; 0: there is none
     gate_cuts: tuple[float | None, ...]  # of each layer, as `DecoderConfig` has them
     layer_scalars: bool  # a number that x is multiplied with at each layer's end, rounded
     norm: Norm  # of all norms

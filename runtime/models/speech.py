@@ -15,7 +15,8 @@ from msgspec import Struct
 from ..tensors import DType, Tensor
 from ..weights import Weights
 from .encoder import take_layer_norm
-from .matrices import DenseMatrix, EncoderLayerWeights, EncoderWeights
+from .encoder_weights import EncoderLayerWeights, EncoderWeights
+from .matrices import DenseMatrix
 from .parameters import Parameters
 from .projections import take_linear, take_qkv
 from .spec import EncoderSpec

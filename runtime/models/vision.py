@@ -17,9 +17,9 @@ from ..tensors import DType, Tensor, from_float32
 from ..weights import Weights
 from .converted import ones, transposed
 from .encoder import take_layer_norm
-from .encoder_weights import EncoderLayerWeights, EncoderWeights, LayerNormWeights
+from .encoder_weights import EncoderLayerWeights, EncoderWeights
 from .fields import Norm
-from .matrices import DenseMatrix, Projection
+from .matrices import DenseMatrix, LayerNormWeights, Projection
 from .parameters import Parameters
 from .projections import take_linear, take_stacked
 from .rotary import Floats, Rotary

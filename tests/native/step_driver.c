@@ -281,7 +281,7 @@ static void add_layer_inputs(tn_decoder *model, tn_decoder_layer layers[LAYERS])
     }
 }
 
-/* Several streams of x, a product beside attention, or both, and gates that are cut; there are norms without biases. */
+/* Several streams of x, a product next to attention, or both, and gates that are cut; there are norms without biases. */
 static void add_streams(tn_decoder *model, tn_decoder_layer layers[LAYERS]) {
     const int64_t hidden = model->hidden_size, rank = 1 + random_below(40), more = 1 + random_below(2);
     const int dtype = model->dtype;

@@ -106,10 +106,13 @@ COMPUTED: dict[str, tuple[str, torch.dtype, Callable[[], Any]]] = {
     "native, bf16": ("llama", torch.bfloat16, NativeBackend),
     "native, convolutions": ("lfm2", torch.bfloat16, NativeBackend),
     "native, inputs of layers": ("gemma4_text", torch.bfloat16, NativeBackend),
+    "native, streams": ("gemma3n_text", torch.bfloat16, NativeBackend),
 }
 UNTIED: dict[str, Any] = {"tie_word_embeddings": False}  # so that each family has a head of its own
+_SHARED = {"layer_types": ["full_attention"] * SHAPE["num_hidden_layers"], "num_kv_shared_layers": 1}
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "gemma4_text": {"layer_types": ["full_attention"] * SHAPE["num_hidden_layers"], "num_kv_shared_layers": 1}
+    "gemma3n_text": {**_SHARED, "activation_sparsity_pattern": [0.9] * SHAPE["num_hidden_layers"]},
+    "gemma4_text": _SHARED,
 }
 
 

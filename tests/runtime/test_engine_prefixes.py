@@ -116,7 +116,7 @@ def test_under_pressure_every_token_is_right(seed):
         assert statistics.free_blocks == statistics.num_blocks
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "lfm2", "deepseek_v3", "gemma4_text"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "lfm2", "deepseek_v3", "gemma3n_text", "gemma4_text"])
 def test_a_real_model_says_the_same_behind_a_found_prefix(family):
     oracle = tiny_model(family)
     decoder = build_model(config_json(oracle), DictWeights(tensors_of(oracle)))

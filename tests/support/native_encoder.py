@@ -10,9 +10,9 @@ from tests.support.native_decoder import OpenGate, tensor_of
 from tests.support.tiny_models import config_json, tensors_of
 
 from teneral.runtime.models.encoder_config import EncoderConfig
-from teneral.runtime.models.encoder_weights import EncoderLayerWeights, EncoderWeights, LayerNormWeights
+from teneral.runtime.models.encoder_weights import EncoderLayerWeights, EncoderWeights
 from teneral.runtime.models.executor import TextBatch
-from teneral.runtime.models.matrices import DenseMatrix, StoredProjection
+from teneral.runtime.models.matrices import DenseMatrix, LayerNormWeights, StoredProjection
 from teneral.runtime.models.spec import EncoderSpec
 from teneral.runtime.tensors import DType
 

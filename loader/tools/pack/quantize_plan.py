@@ -83,7 +83,7 @@ _PROJECTION = re.compile(
 )
 _OF_MAMBA = re.compile(r"\.mixer\.(?:in|out)_proj\.weight$")  # models of these alone have them, too
 # Of layers' own inputs: few weights, but for a table whose rows hold all layers' numbers. Of streams of x and products
-# beside attention (Gemma 3n): few weights, too.
+# next to attention (Gemma 3n): few weights, too.
 _INPUT_TABLE = re.compile(rf"{DECODER}embed_tokens_per_layer\.weight")
 _OF_INPUTS = re.compile(
     rf"{DECODER}(?:per_layer_model_projection|altup_(?:unembed_)?projections\.[0-9]+|"

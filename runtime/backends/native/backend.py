@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from ....loader.native.library import VERSION, library
 from ...kv.storage import Int8KVStorage, KVKind, KVStorage
-from ...models.encoder_weights import EncoderWeights
 from ...models.executor import ComputeDtype, EncoderExecutor, Executor
 from ...models.matrices import DecoderWeights
 from ...models.spec import DecoderSpec, EncoderSpec, native_alone
@@ -17,6 +16,7 @@ from .implemented import NAME, refusal, refusal_of_spec
 
 if TYPE_CHECKING:
     from ....loader.native.library import Library
+    from ...models.encoder_weights import EncoderWeights
     from ...models.speech import SpeechExecutor, SpeechWeights
     from ...models.vision import VisionExecutor, VisionWeights
 

@@ -164,16 +164,16 @@ class NativeDecoder:
         size, num_columns = inputs.size, spec.num_layers * inputs.size
         made = np.empty((len(x), num_columns), x.dtype)
         self._product(weights.input_projection, x, made)
-        own = made.reshape(-1, size)
-        self._operations.norm(
-            own, own, weights.input_norm, None, spec.norm_eps, spec.norm, spec.hidden_size**-0.5
-        )
+        own, factors = made.reshape(-1, size), (spec.hidden_size**-0.5, 0.5**0.5)
+        if inputs.rounds_factors:
+            factors = (rounded(factors[0], spec.dtype), rounded(factors[1], spec.dtype))
+        self._operations.norm(own, own, weights.input_norm, None, spec.norm_eps, spec.norm, factors[0])
         scale = rounded(size**0.5, spec.dtype)
         tokens = np.where(batch.tokens < inputs.vocab_size, batch.tokens, inputs.default_row)
         for image in batch.images:
             tokens[image.rows] = inputs.default_row
         rows = self._embedded(weights.input_embeddings, tokens, num_columns, scale)
-        return self._operations.add(made, rows, 0.5**0.5)
+        return self._operations.add(made, rows, factors[1])
 
     def begin(self, batch: StepBatch, kv: Any) -> NativeStep:
         """Raises `ValueError` for rows, slots or blocks that do not fit."""

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...models.encoder_weights import EncoderWeights, LayerNormWeights
+from ...models.encoder_weights import EncoderWeights
 from ...models.executor import SIZES, Accepts, Floats, TextBatch, any_value, one_of, refusal_of
 from ...models.fields import Norm
-from ...models.matrices import StoredProjection, Tensor
+from ...models.matrices import LayerNormWeights, StoredProjection, Tensor
 from ...models.pooling import chosen_rows, normalize, pooled
 from ...models.relative_positions import DistanceTables
 from ...models.rotary import TurnTable

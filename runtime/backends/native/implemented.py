@@ -36,6 +36,7 @@ IMPLEMENTED: Mapping[str, Accepts] = {
             "layer_inputs.size",
             "layer_inputs.vocab_size",
             "layer_inputs.default_row",
+            "layer_inputs.rounds_factors",
             "streams",
             "streams.active",
             "streams.has_scales",

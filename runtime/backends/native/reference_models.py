@@ -15,8 +15,14 @@ import numpy as np
 
 from ...models.adapter import AdapterPlace
 from ...models.decoder_config import LayerRotary
-from ...models.encoder_weights import EncoderLayerWeights, EncoderWeights, LayerNormWeights
-from ...models.matrices import DecoderLayerWeights, DecoderWeights, ExpertWeights, StoredProjection
+from ...models.encoder_weights import EncoderLayerWeights, EncoderWeights
+from ...models.matrices import (
+    DecoderLayerWeights,
+    DecoderWeights,
+    ExpertWeights,
+    LayerNormWeights,
+    StoredProjection,
+)
 from ...models.pooling import chosen_rows, normalize, pooled
 from ...models.relative_positions import DistanceTables, disentangled_buckets
 from ...models.rotary import Rotary, TurnTable, query_factors

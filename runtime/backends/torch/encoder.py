@@ -9,10 +9,10 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from ...models.encoder_weights import EncoderLayerWeights, EncoderWeights, LayerNormWeights
+from ...models.encoder_weights import EncoderLayerWeights, EncoderWeights
 from ...models.executor import SIZES, Accepts, Floats, TextBatch, any_value, one_of
 from ...models.fields import Norm
-from ...models.matrices import StoredProjection, Tensor
+from ...models.matrices import LayerNormWeights, StoredProjection, Tensor
 from ...models.parameters import COMPUTE_DTYPES
 from ...models.relative_positions import bias_buckets, disentangled_buckets
 from ...models.rotary import Rotary

@@ -1,4 +1,4 @@
-"""Gemma 3n's text model: several streams of x, low-rank products beside attention, gates of which the largest alone
+"""Gemma 3n's text model: several streams of x, low-rank products next to attention, gates of which the largest alone
 pass in the first layers, and inputs of layers.
 
 As in Gemma 4, norms are by the weight itself, queries, keys and values are normalised, scores are not scaled, and the
@@ -105,9 +105,8 @@ def _intermediate_sizes(config: Fields) -> list[int]:
 def _inputs(config: Fields) -> LayerInputs:
     """Tokens behind the table's rows take the first one."""
     size = config.integer("hidden_size_per_layer_input", low=1, high=MAX_WIDTH, default=256)
-    return LayerInputs(
-        size, config.integer("vocab_size_per_layer_input", low=1, high=MAX_VOCABULARY, default=262_144)
-    )
+    rows = config.integer("vocab_size_per_layer_input", low=1, high=MAX_VOCABULARY, default=262_144)
+    return LayerInputs(size, rows, rounds_factors=True)
 
 
 def _streams(config: Fields) -> Streams:

@@ -1,4 +1,4 @@
-"""Gemma 3n: streams of x, low-rank products beside attention, cut gates, a short table of layers' inputs. Logits are
+"""Gemma 3n: streams of x, low-rank products next to attention, cut gates, a short table of layers' inputs. Logits are
 those of transformers, and bit for bit the same in chunks, company and threads.
 """
 
@@ -173,7 +173,7 @@ def test_a_model_whose_weights_arrive_computes_what_one_with_all_of_them_does(
 
 
 @needs_core
-def test_adapters_of_what_streams_and_products_beside_attention_go_through_are_refused(
+def test_adapters_of_what_streams_and_low_rank_products_go_through_are_refused(
     tmp_path: Path,
 ) -> None:
     base = oracle_of("as published, but small")

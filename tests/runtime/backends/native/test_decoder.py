@@ -35,6 +35,7 @@ TORCH = {DType.BF16: torch.bfloat16, DType.F32: torch.float32}
 OTHERS = (
     "gemma2",
     "gemma3_text",
+    "gemma3n_text",
     "gemma4_text",
     "granite",
     "olmo2",

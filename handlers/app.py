@@ -24,7 +24,7 @@ from .http.server import serve
 from .http.service import later, web_routes
 
 # What all answers of text share, imported before the first request; a route is imported by its own.
-from .openai import generation  # noqa: F401
+from .openai import fields, generation, structured  # noqa: F401
 from .openai.routes import ROUTES as OPENAI
 from .platforms import HTTP, Platform, imported, routes_of
 

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 # The modules that the first request which needs them imports, where no standby process has done so.
 LATER = (
-    ".openai.chat", ".openai.images", ".openai.tools.choose", ".openai.tools.grammar", ".openai.tools.reader",
+    ".openai.chat", ".openai.completions", ".openai.images", ".openai.models", ".openai.tools.choose",
+    ".openai.tools.grammar", ".openai.tools.reader",
     "..runtime.grammar.budget", "..runtime.grammar.compiler",
 )  # fmt: skip
 SHORT_LOAD_S = 2.0  # whose progress is not worth a line

@@ -236,7 +236,7 @@ class CacheWriter:
 
 
 def _delay_s() -> float:
-    """How long this thread was ready to run and had to wait for a core, since it began; 0 where
+    """The time that this thread was ready to run and had to wait for a core, since it began; 0 where
     nothing says.
     """
     try:

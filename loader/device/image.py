@@ -391,7 +391,7 @@ def _tables(tier: Tier, stretches: tuple[_SegmentLayout, ...]) -> tuple[_Table, 
 
 
 def _num_frames(tier: Tier, stretches: Sequence[_SegmentLayout]) -> dict[Recipe, int]:
-    """How many frames each recipe is for, in the order in which they first come up."""
+    """The number of frames of each recipe, in the order in which they first come up."""
     found: dict[Recipe, int] = {}
     for stretch in stretches:
         if stretch.flat_bytes is None:

@@ -202,7 +202,7 @@ class Placement:
 
     @property
     def refine_wait_s(self) -> float:
-        """How long `reading` has waited on the host."""
+        """The time that `reading` has waited on the host."""
         return self._refine_locks.waited_s if self._model is not None else 0.0
 
     def read_back(self, group: int, begin_bytes: int, end_bytes: int) -> memoryview:

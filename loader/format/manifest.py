@@ -47,7 +47,7 @@ NUMPY_DTYPES: dict[str, str] = {
 
 
 class Codec(enum.StrEnum):
-    """How a plane is stored."""
+    """The stored form of a plane."""
 
     RAW = "raw"
     ZSTD = "zstd"  # 8-aligned standard zstd frames, however they were compressed

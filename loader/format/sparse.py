@@ -34,7 +34,7 @@ def magnitude_bits(word: np.dtype[Any]) -> int:
 
 
 def count_values(words: Words) -> int:
-    """How many elements are not zero. Takes a frame's memory."""
+    """The number of elements that are not zero. Takes a frame's memory."""
     magnitude = words.dtype.type(magnitude_bits(words.dtype))
     frames = range(0, words.size, FRAME_ELEMENTS)
     return sum(int(np.count_nonzero(words[start : start + FRAME_ELEMENTS] & magnitude)) for start in frames)

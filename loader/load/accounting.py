@@ -39,7 +39,7 @@ class Phase(enum.StrEnum):
 
 
 class LoadProgress(NamedTuple):
-    """How far a load is. `fetched_bytes` counts every stored byte once, however often it was read."""
+    """The progress of a load. `fetched_bytes` counts every stored byte once, however often it was read."""
 
     state: LoadState
     stored_bytes_total: int

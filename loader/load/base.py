@@ -97,7 +97,7 @@ class Load(Protocol):
         """Seconds that `reading` has waited for groups that were just being refined."""
 
     def progress(self) -> LoadProgress:
-        """How far the load is, now. Costs microseconds."""
+        """The load's progress. Costs microseconds."""
 
     def left_s(self) -> float:
         """How long the load will go on, as the link has been so far, seconds; infinity while that

@@ -184,7 +184,7 @@ class DeviceLoad:
         return self._readiness is not None and self._readiness.is_open(group, tier)
 
     def progress(self) -> LoadProgress:
-        """How far the load is: fetched by its feed, and placed here."""
+        """The load's progress: fetched by its feed, and placed here."""
         fetched, readiness = self._fed().progress(), self._readiness
         if readiness is None:
             return fetched

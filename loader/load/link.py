@@ -125,7 +125,7 @@ def cut(left_bytes: int, most_bytes: int) -> int:
 
 
 class Width(NamedTuple):
-    """How many connections read at the same time, and what is known about other numbers."""
+    """The number of connections that read at the same time, and what is known about other numbers."""
 
     connections: int
     narrower: int = 0  # the last number that was tried, and its rate; 0: none was
@@ -196,7 +196,7 @@ class LinkTuner:
 
     @property
     def connections(self) -> int:
-        """How many may read at the same time."""
+        """The number of connections that may read at the same time."""
         return self._width.connections
 
     def range_bytes(self, position: PlanPosition) -> int:

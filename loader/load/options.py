@@ -1,4 +1,4 @@
-"""How a load goes about it, as one frozen value."""
+"""The options of a load, as one frozen value."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Values(NamedTuple):
 
 
 class LoadOptions(_Values):
-    """How to load. Raises `UsageError` for invalid values."""
+    """The options of a load. Raises `UsageError` for invalid values."""
 
     __slots__ = ()
 

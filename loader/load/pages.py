@@ -91,7 +91,7 @@ class Paging(NamedTuple):
 
     @property
     def num_threads(self) -> int:
-        """How many pages are fetched at the same time, each with memory for one part."""
+        """The number of pages fetched at the same time, each with memory for one part."""
         return max(2, min(MAX_THREADS, BUFFER_BYTES // max(1, self.part_bytes)))
 
     @property
@@ -101,7 +101,7 @@ class Paging(NamedTuple):
 
 
 def plan_paging(manifest: Manifest, weights_bytes: int) -> Paging | None:
-    """How a mixture lives in this much memory; None if all of it fits.
+    """The plan of which experts stay in memory within this size; None if all of the model fits.
 
     Raises `UsageError` if it cannot: nothing can be left out, or a step may need more at once.
     """

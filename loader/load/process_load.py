@@ -47,10 +47,10 @@ class ImageReceiver(Protocol):
         """Images of this manifest's parts will lie in the ring."""
 
     def put(self, image: SentImage) -> None:
-        """One does. It stays there until it is given back."""
+        """Take an image, which stays in the ring until it is given back."""
 
     def fail(self, error: TeneralError) -> None:
-        """There will be no more of them."""
+        """Take the reason why no more images come."""
 
 
 class ProcessLoad:

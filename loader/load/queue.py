@@ -127,7 +127,7 @@ class WorkQueue:
 
     @property
     def connections(self) -> int:
-        """How many threads should read: more of them only wait."""
+        """The number of threads that should read: more of them only wait."""
         return self._tuner.connections
 
     def next_read(self) -> tuple[Read, memoryview] | None:

@@ -1,4 +1,4 @@
-"""How much memory this process may still take: the least of what the host has, and what its cgroups
+"""The memory that this process may still take: the least of what the host has, and what its cgroups
 and its resource limits (`ulimit -v`, `ulimit -d`) allow.
 
 Reads a few kernel files and caches nothing. Page cache counts as free, since the kernel drops it

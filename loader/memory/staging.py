@@ -33,7 +33,7 @@ def staging_bytes(
     *,
     num_decoders: int = 0,
 ) -> int:
-    """How large a staging for parts of these sizes should be.
+    """The size of a staging buffer for parts of these sizes.
 
     What is wanted, or 96 MiB and enough for `num_decoders`, as far as `room_bytes`, the memory that
     the weights leave (None: unknown), can be shared; but enough for the largest part, and no more

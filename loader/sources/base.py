@@ -59,7 +59,7 @@ class ObjectInfo(NamedTuple):
 
 
 class SourceOptions(NamedTuple):
-    """How to reach a store. Only the fields that a source's kind knows are used; times are in
+    """The options for reaching a store. Only the fields that a source's kind knows are used; times are in
     seconds.
     """
 

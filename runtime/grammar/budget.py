@@ -19,7 +19,7 @@ _ALL = 0xFFFFFFFF
 
 
 class ReasoningTokens(Struct, frozen=True):
-    """How a model's reasoning begins and ends."""
+    """The beginning and the end of a model's reasoning."""
 
     open: tuple[int, ...]
     close: tuple[int, ...]

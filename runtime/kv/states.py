@@ -77,7 +77,7 @@ class StatePlaces:
         return block_hash in self._copies
 
     def num_usable(self, hashes: Sequence[bytes]) -> int:
-        """How many of a chain's blocks, from the first one on, end with a copy."""
+        """The number of a chain's blocks, from the first one on, that end with a copy."""
         return next((number for number in range(len(hashes), 0, -1) if hashes[number - 1] in self._copies), 0)
 
     def hold(self, block_hash: bytes) -> int:

@@ -40,7 +40,7 @@ _MODELS_WITH_TYPES = ("bert", "convbert", "deberta", "deberta-v2", "electra", "n
 
 
 class PairTemplate(NamedTuple):
-    """How the chat template writes a pair of texts: as messages of the roles query and document."""
+    """The chat template's form of a pair of texts: messages of the roles query and document."""
 
     instruction: str | None = None  # a message of the system before them
     is_structured: bool = False  # each content is a list with one part

@@ -244,7 +244,7 @@ def _changed(text: str, other: str) -> tuple[int, int]:
 
 
 def _num_alike(text: str, other: str) -> int:
-    """How many characters both begin with."""
+    """The number of characters that both begin with."""
     pairs = enumerate(zip(text, other, strict=False))
     return next((at for at, (own, its) in pairs if own != its), min(len(text), len(other)))
 

@@ -92,7 +92,7 @@ Settings = Callable[[GgufFields, str, Mapping[str, Any]], dict[str, Any]]
 
 
 class Family(NamedTuple):
-    """How an architecture of GGUF is called by transformers, and stored."""
+    """An architecture of GGUF: its name in transformers, and its stored form."""
 
     model_type: str
     architecture: str

@@ -58,7 +58,7 @@ class Form(enum.Enum):
 
 
 class Keeps(enum.IntEnum):
-    """How much of a file stays as it is: each keeps what those before it keep."""
+    """The share of a file that stays unchanged: each keeps what those before it keep."""
 
     FLOATS = 0  # all numbers become floats
     INTEGERS = 1  # blocks of integers stay integers where our own layout holds the same numbers

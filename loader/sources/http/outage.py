@@ -82,7 +82,7 @@ class Outage:
         return number, now_s - began_s
 
     def left_s(self, patience_s: float) -> float:
-        """How much is left of `patience_s` in the outage under way: negative when it has lasted
+        """The rest of `patience_s` in the outage under way: negative when it has lasted
         longer, and infinite without one, or without patience.
         """
         began_s = self._began_s

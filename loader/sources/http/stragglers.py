@@ -87,7 +87,7 @@ class Stragglers:
             self.prober = None
 
     def patience_s(self) -> float:
-        """How long a reader may get nothing before one asks why. Infinite where hedging is off."""
+        """The time that a reader may get nothing before it is suspected. Infinite where hedging is off."""
         if not self.hedge_after_s:
             return float("inf")
         times_s = sorted(self._first_bytes_s.copy())

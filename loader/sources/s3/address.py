@@ -22,7 +22,7 @@ _REGION = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
 
 class S3Settings(NamedTuple):
-    """How to reach S3, from options, environment and the profile's configuration, in that order."""
+    """The way to reach S3, from options, environment and the profile's configuration, in that order."""
 
     region: str
     endpoint_url: str | None  # None: Amazon's own

@@ -255,7 +255,7 @@ def is_scale(name: str, checkpoint: Checkpoint) -> bool:
 
 
 def _find_options(name: str, options: QuantizeOptions) -> QuantizeOptions | None:
-    """How a tensor is to be quantised, by its name; None for what stays as it is.
+    """The quantisation of a tensor, by its name; None for what stays as it is.
 
     Rows of embeddings are read one by one, and as the head they decide the answer: they have 8 bits
     either way, and so has what layers' own inputs are made of and go through.

@@ -22,7 +22,7 @@ _WITHOUT_LANGUAGES = (
 
 
 class SpeechSettings(Struct, frozen=True):
-    """What precedes and follows a window's text. A token of time is `times_from` + 50 for each second."""
+    """The tokens around a window's text, and its bounds. A token of time is `times_from` + 50 for each second."""
 
     num_bands: int  # of a spectrogram
     num_places: int  # tokens of a prompt that a window's sound takes, 50 a second
@@ -45,7 +45,7 @@ class SpeechSettings(Struct, frozen=True):
 
     @property
     def no_speech(self) -> int:
-        """The token whose probability behind `start` says that nobody speaks."""
+        """The token whose probability behind `start` is that of silence."""
         return self.no_times - 1
 
     @property

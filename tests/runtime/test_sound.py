@@ -98,7 +98,7 @@ def test_other_files_by_soundfile(form: str) -> None:
     assert abs(len(own) - 8_000) <= 1_200
     if form == "FLAC":
         np.testing.assert_allclose(own, sound[:, 0], atol=1e-4)
-    with pytest.raises(RequestError, match="no sound|cannot be read"):
+    with pytest.raises(RequestError, match=r"no sound|cannot be read"):
         decode_sound(file.getvalue()[:40])
 
 

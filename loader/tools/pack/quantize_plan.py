@@ -63,7 +63,10 @@ DEFAULT_INT8 = ("v",)
 _KINDS = {"q_a": "q", "q_b": "q", "kv_a": "v", "kv_b": "v"}  # of latents, which values are made of
 
 # What may stand before the names of a decoder's tensors, alone or next to a tower.
-DECODER = r"(?:(?:model|backbone)\.(?:(?:text|language)_model\.|decoder\.)?|language_model\.model\.|gpt_neox\.|transformer\.)?"
+DECODER = (
+    r"(?:(?:model|backbone)\.(?:(?:text|language)_model\.|decoder\.)?|"
+    r"language_model\.model\.|gpt_neox\.|transformer\.)?"
+)
 _EMBEDDINGS = re.compile(rf"{DECODER}(?:embed_(?:tokens|in)|embeddings|wte)\.weight")
 _HEAD = re.compile(r"(?:(?:language_model\.)?lm_head|embed_out|proj_out)\.weight")
 _PROJECTION = re.compile(

@@ -220,7 +220,7 @@ class Scribe:
         return transcript
 
     def _before(self, beginning: list[int]) -> list[int]:
-        """What precedes each window's text, with the request's prompt, of which its end counts."""
+        """The tokens before each window's text, with the request's prompt, of which its end counts."""
         settings, prompt = self._settings, self._asked.prompt.strip()
         if not prompt:
             return beginning
@@ -286,7 +286,7 @@ class Scribe:
     async def _generate(
         self, sound: Spectrogram, first: int, beginning: Sequence[int], sampling: SamplingParams, **more: Any
     ) -> SequenceOutcome:
-        """What the model says behind the window that begins with this column, and these tokens."""
+        """The model's tokens behind the window that begins with this column, and these tokens."""
         import numpy as np  # few servers need it here
 
         from ...runtime.step.images import PromptImage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from aiohttp import web
 
@@ -62,7 +62,7 @@ class ModelRoutes:
         ]
 
 
-def _inputs_of(settings: TextSettings) -> list[str]:
+def _inputs_of(settings: TextSettings) -> list[Literal["text", "image", "audio"]]:
     if settings.speech is not None:
         return ["audio"]
     return ["text"] if settings.images is None else ["text", "image"]

@@ -245,7 +245,7 @@ class Transcription(msgspec.Struct, frozen=True):
 class Architecture(msgspec.Struct, frozen=True):
     """OpenRouter's."""
 
-    input_modalities: list[Literal["text", "image"]]
+    input_modalities: list[Literal["text", "image", "audio"]]
     output_modalities: list[Literal["text"]]
 
 

@@ -111,8 +111,8 @@ ROUTES = (
             schema, ".openai.responses:Transcription", (JSON, TEXT, "text/vtt"), body_media=FORM,
         )
         for name, summary, schema in (
-            ("transcriptions", "Write down what is said", _TRANSCRIPTION),
-            ("translations", "Write down in English what is said", _TRANSLATION),
+            ("transcriptions", "Transcribe speech", _TRANSCRIPTION),
+            ("translations", "Translate speech into English", _TRANSLATION),
         )
     ),
     Route(

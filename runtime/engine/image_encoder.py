@@ -66,7 +66,7 @@ class ImageEncoder:
         config = self._tower.config
         if config.needs_images and len(request.images) != 1:
             raise RequestError(
-                "this model writes down what is said, and takes no text alone",
+                "this model transcribes speech, and takes no prompts of text alone",
                 param="prompt",
                 hint="Send sound to /v1/audio/transcriptions.",
             )

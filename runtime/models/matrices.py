@@ -424,9 +424,7 @@ class DecoderLayerWeights(Struct, frozen=True, eq=False):
     key_norm: Tensor | None = None  # likewise; of latents (rank,)
     query_up: Projection | None = None  # of latents
     key_value_up: Projection | None = None  # of latents: each head's plain_dim rows for keys, then value_dim
-    convolution: Tensor | None = (
-        None  # (hidden, 1, size) in place of attention; a row's own token is the last
-    )
+    convolution: Tensor | None = None  # (hidden, 1, size) in place of attention; a row's own token is last
     convolution_bias: Tensor | None = None  # (hidden,)
     delta_net: DeltaNetWeights | None = None  # in place of attention
     mamba: MambaWeights | None = None  # likewise, or parallel to it

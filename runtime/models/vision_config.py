@@ -23,8 +23,10 @@ from .fields import ACTIVATIONS, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields, Norm
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    import numpy as np
+    import numpy.typing as npt
+
     from ..step.batch import Int64s
-    from .vision import Tiles
 
 MAX_TILE_PIXELS = 4_096  # of a tile's side
 MAX_PATCHES = 1 << 14  # of a tile
@@ -212,7 +214,7 @@ class VisionConfig(Struct, frozen=True):
         most = min(self.most_tokens, MAX_PATCHES // self.square**2)
         return (rows, columns) if is_whole and 0 < rows * columns <= most else None
 
-    def fits(self, tiles: Tiles | None, places: Int64s) -> bool:
+    def fits(self, tiles: npt.NDArray[np.uint8] | None, places: Int64s) -> bool:
         """True if the tower makes as many rows of these tiles as there are places. Tokens with rows and columns are
         those of one tile, and adjacent.
         """

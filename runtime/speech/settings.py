@@ -8,12 +8,10 @@ from typing import Any
 from msgspec import Struct
 
 from ..errors import ModelError
-from ..models.fields import MAX_VOCABULARY, Fields
 
 MAX_LANGUAGES = 512
 TASKS = ("transcribe", "translate")
 _MAX_SUPPRESSED = 4_096
-_FILE = "generation_config.json"
 _OF_EITHER_FILE = ("decoder_start_token_id", "eos_token_id", "suppress_tokens", "begin_suppress_tokens")
 _WITHOUT_LANGUAGES = (
     "the model's generation_config.json names no languages and tasks",
@@ -22,7 +20,7 @@ _WITHOUT_LANGUAGES = (
 
 
 class SpeechSettings(Struct, frozen=True):
-    """What precedes and follows a window's text. A token of time is `times_from` + 50 for each second."""
+    """The tokens around a window's text, and its bounds. A token of time is `times_from` + 50 for each second."""
 
     num_bands: int  # of a spectrogram
     num_places: int  # tokens of a prompt that a window's sound takes, 50 a second
@@ -45,7 +43,7 @@ class SpeechSettings(Struct, frozen=True):
 
     @property
     def no_speech(self) -> int:
-        """The token whose probability behind `start` says that nobody speaks."""
+        """The token whose probability behind `start` is that of silence."""
         return self.no_times - 1
 
     @property
@@ -55,41 +53,34 @@ class SpeechSettings(Struct, frozen=True):
 
     @classmethod
     def read(cls, config: Mapping[str, Any], generation: Mapping[str, Any]) -> SpeechSettings:
-        """Raises `ModelError` naming what is missing or wrong."""
-        own = Fields(config)
-        vocab_size = own.integer("vocab_size", low=1, high=MAX_VOCABULARY)
+        """Raises `ModelError` naming the key that is missing or wrong."""
+        vocab_size = _number(config, "vocab_size", 1, 1 << 24)
         stated = {key: config.get(key) for key in _OF_EITHER_FILE if generation.get(key) is None}
-        fields = Fields({**generation, **stated}, file=_FILE)
-        highest = vocab_size - 1
-        tokens = {
-            key: fields.integer(key, low=0, high=highest)
-            for key in ("decoder_start_token_id", "no_timestamps_token_id")
-        }
-        end = fields.get("eos_token_id")
-        if isinstance(end, list) and len(end) == 1:
-            fields = fields.replaced({"eos_token_id": end[0]})
-        no_times = tokens["no_timestamps_token_id"]
-        if not 0 < no_times < highest:
-            raise fields.wrong("no_timestamps_token_id", "but there must be tokens before and behind it")
+        own: dict[str, Any] = {**generation, **stated}
+        end = own["eos_token_id"]
+        own["eos_token_id"] = end[0] if isinstance(end, list) and len(end) == 1 else end
+        no_times = _token(own, "no_timestamps_token_id", vocab_size)
+        if not 0 < no_times < vocab_size - 1:
+            raise _wrong(own, "no_timestamps_token_id", "there must be tokens before and behind it")
+        tasks = _tokens_of(own, "task_to_id", vocab_size)
         languages = {
             name.removeprefix("<|").removesuffix("|>"): token
-            for name, token in _tokens_of(fields, "lang_to_id", vocab_size).items()
+            for name, token in _tokens_of(own, "lang_to_id", vocab_size).items()
         }
-        tasks = _tokens_of(fields, "task_to_id", vocab_size)
         return cls(
-            num_bands=own.integer("num_mel_bins", low=1, high=1_024, default=80),
-            num_places=own.integer("max_source_positions", low=1, high=1 << 15, default=1_500),
-            max_tokens=own.integer("max_target_positions", low=8, high=1 << 20, default=448),
+            num_bands=_number(config, "num_mel_bins", 1, 1_024, 80),
+            num_places=_number(config, "max_source_positions", 1, 1 << 15, 1_500),
+            max_tokens=_number(config, "max_target_positions", 8, 1 << 20, 448),
             vocab_size=vocab_size,
-            start=tokens["decoder_start_token_id"],
-            end=fields.integer("eos_token_id", low=0, high=highest),
+            start=_token(own, "decoder_start_token_id", vocab_size),
+            end=_token(own, "eos_token_id", vocab_size),
             no_times=no_times,
-            languages=languages if fields.boolean("is_multilingual", default=bool(languages)) else {},
+            languages={} if own.get("is_multilingual") is False else languages,
             tasks={name: tasks[name] for name in TASKS if name in tasks},
-            suppressed=_list_of(fields, "suppress_tokens", vocab_size),
-            suppressed_first=_list_of(fields, "begin_suppress_tokens", vocab_size),
-            latest_first_time=fields.optional_integer("max_initial_timestamp_index", low=0, high=highest),
-            before=fields.optional_integer("prev_sot_token_id", low=0, high=highest),
+            suppressed=_list_of(own, "suppress_tokens", vocab_size),
+            suppressed_first=_list_of(own, "begin_suppress_tokens", vocab_size),
+            latest_first_time=_optional(own, "max_initial_timestamp_index", vocab_size),
+            before=_optional(own, "prev_sot_token_id", vocab_size),
         )
 
     def beginning(self, language: str | None, task: str, *, has_times: bool) -> list[int]:
@@ -104,32 +95,39 @@ class SpeechSettings(Struct, frozen=True):
         return tokens if has_times else [*tokens, self.no_times]
 
 
-def _tokens_of(fields: Fields, key: str, vocab_size: int) -> dict[str, int]:
-    """Names and tokens; none where the key is absent."""
-    value = fields.get(key)
-    if value is None:
-        return {}
-    if (
-        not isinstance(value, dict)
-        or len(value) > MAX_LANGUAGES
-        or not all(isinstance(name, str) and _is_token(token, vocab_size) for name, token in value.items())
-    ):
-        raise fields.wrong(key, f"but must have up to {MAX_LANGUAGES} names with tokens")
+def _number(data: Mapping[str, Any], key: str, low: int, high: int, default: int | None = None) -> int:
+    value = default if data.get(key) is None else data[key]
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise _wrong(data, key, f"it must be a whole number from {low} to {high}")
     return value
 
 
-def _list_of(fields: Fields, key: str, vocab_size: int) -> tuple[int, ...]:
-    value = fields.get(key)
-    if value is None:
-        return ()
-    if (
-        not isinstance(value, list)
-        or len(value) > _MAX_SUPPRESSED
-        or not all(_is_token(token, vocab_size) for token in value)
-    ):
-        raise fields.wrong(key, f"but must be a list of up to {_MAX_SUPPRESSED} tokens")
+def _token(data: Mapping[str, Any], key: str, vocab_size: int) -> int:
+    return _number(data, key, 0, vocab_size - 1)
+
+
+def _optional(data: Mapping[str, Any], key: str, vocab_size: int) -> int | None:
+    return None if data.get(key) is None else _token(data, key, vocab_size)
+
+
+def _tokens_of(data: Mapping[str, Any], key: str, vocab_size: int) -> dict[str, int]:
+    """Names and tokens; none where the key is absent."""
+    value = {} if data.get(key) is None else data[key]
+    if not isinstance(value, dict) or len(value) > MAX_LANGUAGES:
+        raise _wrong(data, key, f"it must have up to {MAX_LANGUAGES} names with tokens")
+    return {name: _token(value, name, vocab_size) for name in value}
+
+
+def _list_of(data: Mapping[str, Any], key: str, vocab_size: int) -> tuple[int, ...]:
+    value = [] if data.get(key) is None else data[key]
+    is_list = isinstance(value, list) and len(value) <= _MAX_SUPPRESSED
+    if not is_list or not all(type(token) is int and 0 <= token < vocab_size for token in value):
+        raise _wrong(data, key, f"it must be a list of up to {_MAX_SUPPRESSED} tokens below {vocab_size}")
     return tuple(value)
 
 
-def _is_token(value: Any, vocab_size: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
+def _wrong(data: Mapping[str, Any], key: str, complaint: str) -> ModelError:
+    found = data.get(key)
+    shown = f"{found!r:.40}" if isinstance(found, (str, float, bool)) else type(found).__name__
+    shown = str(found) if type(found) is int and abs(found) < 10**20 else shown
+    return ModelError(f"generation_config.json or config.json: {key[:80]} is {shown}, but {complaint}")

@@ -133,7 +133,7 @@ def _mean_of_channels(content: memoryview, form: _Form, param: str) -> Samples:
     if form.kind == _FLOAT:
         values = raw.view(f"<f{form.sample_bytes}").astype(np.float32)
     elif form.sample_bytes == 1:
-        values = (raw.astype(np.float32) - 128) / 128
+        values = (raw.astype(np.float32) - np.float32(128)) / np.float32(128)
     else:
         # Each sample is the highest bytes of an integer of 32 bits.
         wide = np.zeros((num_samples * form.num_channels, 4), np.uint8)

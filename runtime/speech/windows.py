@@ -27,7 +27,7 @@ def segments_of(
     token; and how many columns the next window begins behind it.
 
     Two times next to each other end a segment. What follows the last pair is cut off in its middle, and heard again,
-    unless one time alone comes last: then nobody speaks behind it.
+    unless one time alone comes last: then there is silence behind it.
     """
     begin_s = first_column / COLUMNS_PER_TIME * S_PER_TIME
     is_time = [token >= times_from for token in tokens]

@@ -17,8 +17,8 @@ _KEY_BIT = 1 << 62  # of an image's keys: above every token's id
 
 
 class PromptImage(Struct, eq=False):
-    """One image of a prompt, or a window of sound, which all choices of it share. `rows` is set once, by the thread that encodes it, before
-    any step reads them.
+    """One image of a prompt, or a window of sound, which all choices of it share. `rows` is set once, by the thread
+    that encodes it, before any step reads them.
     """
 
     digest: bytes  # of the image's bytes: equal digests have equal tiles

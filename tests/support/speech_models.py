@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     # transformers' own deprecations while it is imported are not ours to answer for
     warnings.simplefilter("ignore", DeprecationWarning)
     import transformers
-    from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
+    from transformers import WhisperConfig, WhisperFeatureExtractor
 
 from teneral.runtime.step.images import PromptImage
 
@@ -71,8 +71,7 @@ def tiny_speech_model(
 ) -> Any:
     """A Whisper of transformers. No weight is left at 0 or 1."""
     config = WhisperConfig(**{**_CONFIG, **overrides})
-    config._attn_implementation = "eager"
-    model = WhisperForConditionalGeneration(config)
+    model = transformers.AutoModelForSpeechSeq2Seq.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

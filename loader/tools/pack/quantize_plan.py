@@ -64,8 +64,8 @@ _KINDS = {"q_a": "q", "q_b": "q", "kv_a": "v", "kv_b": "v"}  # of latents, which
 
 # What may stand before the names of a decoder's tensors, alone or next to a tower.
 DECODER = (
-    r"(?:(?:model|backbone)\.(?:(?:text|language)_model\.|decoder\.)?"
-    r"|language_model\.model\.|gpt_neox\.|transformer\.)?"
+    r"(?:(?:model|backbone)\.(?:(?:text|language)_model\.|decoder\.)?|"
+    r"language_model\.model\.|gpt_neox\.|transformer\.)?"
 )
 _EMBEDDINGS = re.compile(rf"{DECODER}(?:embed_(?:tokens|in)|embeddings|wte)\.weight")
 _HEAD = re.compile(r"(?:(?:language_model\.)?lm_head|embed_out|proj_out)\.weight")
@@ -82,12 +82,10 @@ _PROJECTION = re.compile(
     r"(?:block_sparse_moe|feed_forward)\.(?:experts\.[0-9]+\.)?w[123])\.weight"
 )
 _OF_MAMBA = re.compile(r"\.mixer\.(?:in|out)_proj\.weight$")  # models of these alone have them, too
-# Of layers' own inputs: few weights, but for a table whose rows hold all layers' numbers. Of streams of x and products
-# next to attention (Gemma 3n): few weights, too.
+# Of layers' own inputs: few weights, but for a table whose rows hold all layers' numbers.
 _INPUT_TABLE = re.compile(rf"{DECODER}embed_tokens_per_layer\.weight")
 _OF_INPUTS = re.compile(
-    rf"{DECODER}(?:per_layer_model_projection|altup_(?:unembed_)?projections\.[0-9]+|"
-    r"layers\.[0-9]+\.(?:per_layer_(?:input_gate|projection)|laurel\.linear_(?:left|right)))\.weight"
+    rf"{DECODER}(?:per_layer_model_projection|layers\.[0-9]+\.per_layer_(?:input_gate|projection))\.weight"
 )
 _INPUT_TABLE_GROUP = 128  # columns: of one layer, or half of one
 _INPUTS_FIRST = re.compile(rf"{DECODER}h\.[0-9]+\.(?:attn|mlp)\.c_(?:attn|fc|proj)\.weight")  # GPT-2's
@@ -255,7 +253,7 @@ def is_scale(name: str, checkpoint: Checkpoint) -> bool:
 
 
 def _find_options(name: str, options: QuantizeOptions) -> QuantizeOptions | None:
-    """The quantisation of a tensor, by its name; None for what stays as it is.
+    """How a tensor is to be quantised, by its name; None for what stays as it is.
 
     Rows of embeddings are read one by one, and as the head they decide the answer: they have 8 bits
     either way, and so has what layers' own inputs are made of and go through.

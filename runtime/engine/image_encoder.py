@@ -12,22 +12,20 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ...loader.timeline import Timeline
 from ..errors import RequestError, as_teneral_error
-from ..step.images import PromptImage
+from ..step.images import PromptImage, TileLayout
 from ..step.requests import GenerationRequest
 from .generation import Generation
 from .sequence import error_event
 
 if TYPE_CHECKING:
-    from ..models.vision import Tiles
     from ..models.vision_config import VisionConfig
-    from ..step.batch import Int64s
 
 MAX_KEPT_BYTES = 64 << 20  # of rows whose requests have ended
 # Images on the timeline, which shows the beginning of an instance's life.
@@ -43,6 +41,8 @@ class TowerLike(Protocol):
     def config(self) -> VisionConfig: ...
 
     def encode(self, tiles: Any, levels: Any, is_over: Callable[[], bool]) -> Iterator[Any]: ...
+
+    def join(self, parts: Sequence[Any], layout: TileLayout | None) -> Any: ...
 
 
 class ImageEncoder:
@@ -66,7 +66,7 @@ class ImageEncoder:
         """Raise RequestError for images that do not fit the model, or whose places in the prompt are not theirs."""
         config = self._tower.config
         for image in request.images:
-            is_fitting = _fits(config, image.tiles, image.places) or image.rows is not None
+            is_fitting = _fits(config, image) or image.rows is not None
             tokens = {request.prompt_tokens[place] for place in image.places.tolist()}
             if not is_fitting or tokens - {config.image_token}:
                 raise RequestError("an image does not fit its places in the prompt", param="messages")
@@ -135,7 +135,7 @@ class ImageEncoder:
         if is_over():
             return None
         self._note(start_s, len(parts))
-        return np.concatenate(parts)
+        return self._tower.join(parts, image.layout)
 
     def _note(self, start_s: float, num_tiles: int) -> None:
         self._num_encoded += 1
@@ -145,14 +145,18 @@ class ImageEncoder:
             self._timeline.add("execute", f"image {self._num_encoded}", *span, tiles=num_tiles)
 
 
-def _fits(config: VisionConfig, tiles: Tiles | None, places: Int64s) -> bool:
-    """True if the tower makes as many rows of these tiles as there are places. Tokens with rows and columns are those
-    of one tile, and adjacent.
+def _fits(config: VisionConfig, image: PromptImage) -> bool:
+    """True if the tower makes as many rows of the image's tiles as there are places. Tokens with rows and columns are
+    those of one tile, and adjacent.
     """
+    tiles, places, layout = image.tiles, image.places, image.layout
     if tiles is None or tiles.ndim != 4 or tiles.shape[1] != 3:
         return False
     rows, columns = config.grid_of(*tiles.shape[2:]) or (0, 0)
-    if not len(places) == len(tiles) * rows * columns > 0:
+    if layout is not None:
+        is_laid_out = bool(config.marks) and rows > 0 and layout.fits(len(tiles), rows)
+        return is_laid_out and len(places) == layout.num_tokens(rows * columns)
+    if config.marks or not len(places) == len(tiles) * rows * columns > 0:
         return False
     is_run = int(places[-1] - places[0]) == len(places) - 1
     return not config.has_grid or (len(tiles) == 1 and is_run)

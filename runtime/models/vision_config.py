@@ -123,6 +123,17 @@ _GEMMA4_NAMES = TowerNames(
 )
 
 
+_ONEVISION_DEFAULTS: dict[str, object] = {
+    "hidden_size": 1_152,
+    "intermediate_size": 4_304,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 16,
+    "image_size": 384,
+    "patch_size": 14,
+}
+_LLAVA_NAMES = TowerNames(final_norm=None, connector=("linear_1", "linear_2"))
+
+
 _UNIFIED_NAMES = TowerNames(
     patches="patch_dense",
     positions="pos_embedding",
@@ -148,7 +159,13 @@ class VisionConfig(Struct, frozen=True):
         str, ...
     ]  # what may stand before the names of the tower's tensors; the first that fits counts
     connectors: tuple[str, ...]  # likewise, of the connector's
+    # Likewise, of the row behind each row of an image's tokens; none: the image's rows are those of its tiles.
+    marks: tuple[str, ...] = ()
     names: TowerNames = TowerNames()
+    # Of a connector of two matrices: what the first one makes; 0: as many numbers as it takes.
+    connector_width: int = 0
+    connector_bias: bool = True
+    connector_activation: str = "gelu"
     # A token's row is made of the normalised mean of its patches; otherwise of its patches side by side.
     averages: bool = False
     # The mean is times this, and normalised without weights. None: the norm has weights, and the connector's matrix is
@@ -227,6 +244,31 @@ class VisionConfig(Struct, frozen=True):
             image_token=config.integer("image_token_id", low=0, high=vocab_size - 1, default=128_257),
             roots=("model.vision_model.",),
             connectors=("model.connector.modality_projection.proj",),
+        )
+
+    @classmethod
+    def of_llava_onevision(cls, config: Fields, vocab_size: int, hidden_size: int) -> VisionConfig:
+        """Likewise, for a decoder with rows of `hidden_size`."""
+        own = _vision_fields(config, _ONEVISION_DEFAULTS)
+        own.choice("model_type", ("siglip_vision_model",), default="siglip_vision_model")
+        made = _read_tower(own)
+        config.choice("vision_feature_select_strategy", ("full",), default="full")
+        ratio = config.get("vision_aspect_ratio")
+        if ratio is not None and (not isinstance(ratio, str) or not ratio.startswith("anyres_max_")):
+            raise config.wrong("vision_aspect_ratio", "but must be anyres_max_ and a number")
+        # Of states: the first one is what the first layer takes. The final norm's are none of them.
+        layer = config.integer("vision_feature_layer", low=-made.num_layers, high=made.num_layers, default=-1)
+        return replace(
+            made,
+            num_layers=layer if layer >= 0 else layer + made.num_layers + 1,
+            image_token=config.integer("image_token_index", low=0, high=vocab_size - 1, default=151_646),
+            roots=tuple(f"{root}vision_tower.{own}" for root in ("model.", "") for own in ("vision_model.", "")),
+            connectors=("model.multi_modal_projector.", "multi_modal_projector."),
+            marks=("model.image_newline", "image_newline"),
+            names=_LLAVA_NAMES,
+            connector_width=hidden_size,
+            connector_bias=config.boolean("multimodal_projector_bias", default=True),
+            connector_activation=config.choice("projector_hidden_act", ACTIVATIONS, default="gelu"),
         )
 
     @classmethod

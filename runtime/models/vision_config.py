@@ -32,6 +32,7 @@ _DEFAULTS: dict[str, object] = {
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6,
 }
+_SIGLIP_DEFAULTS: dict[str, object] = {"hidden_size": 768, "num_attention_heads": 12, "patch_size": 16}
 _QWEN_DEFAULTS: dict[str, object] = {
     "hidden_size": 3_584,
     "intermediate_size": 3_420,
@@ -249,7 +250,9 @@ class VisionConfig(Struct, frozen=True):
     @classmethod
     def of_llava_onevision(cls, config: Fields, vocab_size: int, hidden_size: int) -> VisionConfig:
         """Likewise, for a decoder with rows of `hidden_size`."""
-        own = _vision_fields(config, _ONEVISION_DEFAULTS)
+        own = _vision_fields(
+            config, _SIGLIP_DEFAULTS if "vision_config" in config else _ONEVISION_DEFAULTS
+        )
         own.choice("model_type", ("siglip_vision_model",), default="siglip_vision_model")
         made = _read_tower(own)
         config.choice("vision_feature_select_strategy", ("full",), default="full")
@@ -274,8 +277,7 @@ class VisionConfig(Struct, frozen=True):
     @classmethod
     def of_gemma3(cls, config: Fields, vocab_size: int) -> VisionConfig:
         """Likewise."""
-        defaults = {"hidden_size": 768, "num_attention_heads": 12, "patch_size": 16}
-        made = _read_tower(_vision_fields(config, defaults))
+        made = _read_tower(_vision_fields(config, _SIGLIP_DEFAULTS))
         num_tokens = config.integer("mm_tokens_per_image", low=1, high=MAX_PATCHES, default=256)
         per_side = math.isqrt(num_tokens)
         if per_side**2 != num_tokens or made.patches_per_side % per_side:

@@ -13,7 +13,6 @@ from ..decoder_config import (
     DecoderConfig,
     LayerNames,
     LayerRotary,
-    ModelNames,
     QueryScaling,
     read_common,
     windows_by_type,

@@ -99,7 +99,8 @@ class ImageProcessor(msgspec.Struct, frozen=True):
             file = msgspec.convert(
                 {key: each for key, each in settings.items() if each is not None}, own.file_type
             )
-            num_tokens = msgspec.convert(processor.get(own.length_key, own.length), int)
+            stated = processor.get(own.length_key)
+            num_tokens = msgspec.convert(own.length if stated is None else stated, int)
         except msgspec.ValidationError as error:
             raise ModelError(f"{name} cannot be used: {error}") from None
         if not all(1 <= side <= MAX_SIDE for side in file.sides) or not 1 <= num_tokens <= MAX_TOKENS:

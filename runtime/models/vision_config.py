@@ -259,11 +259,13 @@ class VisionConfig(Struct, frozen=True):
         ratio = config.get("vision_aspect_ratio")
         if ratio is not None and (not isinstance(ratio, str) or not ratio.startswith("anyres_max_")):
             raise config.wrong("vision_aspect_ratio", "but must be anyres_max_ and a number")
-        # Of states: the first one is what the first layer takes. The final norm's are none of them.
+        # Of states, before the final norm: number 0 is what the first layer takes, which transformers does not give.
         layer = config.integer("vision_feature_layer", low=-made.num_layers, high=made.num_layers, default=-1)
+        if not layer:
+            raise config.wrong("vision_feature_layer", "but must be a layer")
         return replace(
             made,
-            num_layers=layer if layer >= 0 else layer + made.num_layers + 1,
+            num_layers=layer if layer > 0 else layer + made.num_layers + 1,
             image_token=config.integer("image_token_index", low=0, high=vocab_size - 1, default=151_646),
             roots=tuple(f"{root}vision_tower.{own}" for root in ("model.", "") for own in ("vision_model.", "")),
             connectors=("model.multi_modal_projector.", "multi_modal_projector."),

@@ -8,9 +8,14 @@ import msgspec
 import numpy as np
 import pytest
 from PIL import Image
+from tests.support.vision_models import ONEVISION
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+    LlavaOnevisionImageProcessorPil,
+)
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
@@ -206,6 +211,108 @@ def test_gemma4s_tokens_around_images_are_not_guessed() -> None:
         ImageProcessor.read({}, {"processor_class": "Gemma4Processor"}, {"image_token": "<soft>"})
 
 
+def onevision(names: dict[str, Any] | None = None, **settings: Any) -> ImageProcessor:
+    given = {"processor_class": "LlavaOnevisionProcessor", "num_image_tokens": 16, **(names or {})}
+    made = ImageProcessor.read({**ONEVISION, **settings}, given, TOKENS)
+    assert made is not None
+    return made
+
+
+class Counting:
+    """The part of transformers' processor that counts an image's tokens."""
+
+    get = LlavaOnevisionProcessor._get_number_of_features
+    _get_unpadded_features = LlavaOnevisionProcessor._get_unpadded_features
+
+    def __init__(self, num_tokens: int, aspect_ratio: str, processor: Any) -> None:
+        self.num_image_tokens = num_tokens
+        self.vision_aspect_ratio = aspect_ratio
+        self.image_processor = processor
+
+
+ONEVISION_SIZES = [
+    *((32, 32), (31, 33), (200, 100), (101, 203), (7, 500), (500, 7), (64, 63), (96, 64), (640, 480)),
+    *((1, 1), (1, 4000), (4000, 1), (3, 2), (50, 1999), (1300, 900)),
+]
+
+
+@pytest.mark.parametrize("size", ONEVISION_SIZES)
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({}, {}),
+        ({"resample": 2, "image_mean": [0.1, 0.2, 0.3]}, {"vision_aspect_ratio": "anyres_max_1"}),
+        ({"size": {"height": 16, "width": 16}, "do_normalize": False}, {"num_image_tokens": 9}),
+    ],
+)
+def test_onevisions_tiles_and_texts_are_those_of_transformers(
+    size: tuple[int, int], settings: dict[str, Any], names: dict[str, Any]
+) -> None:
+    """Of an image alone, and of one of two."""
+    image, processor = picture(*size), onevision(names, **settings)
+    theirs = LlavaOnevisionImageProcessorPil(**{**ONEVISION, **settings})
+    levels, side = processor.levels, processor.file.sides[0]
+    counting = Counting(
+        processor.tokens_per_tile, names.get("vision_aspect_ratio", "anyres_max_9"), theirs
+    )
+    num_tokens = (counting.get(*size[::-1], side, side), processor.tokens_per_tile + 1)
+    for num, expected in enumerate(num_tokens, 1):
+        made = processor.tiles(image, num)
+        values = np.stack([levels[channel][made.tiles[:, channel]] for channel in range(3)], axis=1)
+        assert np.array_equal(values, theirs([[image] * num], return_tensors="np")["pixel_values"][0])
+        assert processor.num_tokens(made) == expected
+        assert processor.text(made) == "<soft>" * expected
+
+
+def test_onevisions_defaults_are_those_of_transformers() -> None:
+    made = ImageProcessor.read(
+        {}, {"processor_class": "LlavaOnevisionProcessor", "num_image_tokens": 729}, TOKENS
+    )
+    assert made is not None
+    theirs = LlavaOnevisionImageProcessorPil()
+    assert [list(each) for each in made.file.image_grid_pinpoints] == theirs.image_grid_pinpoints  # type: ignore[attr-defined]
+    for size in [(1000, 700), (2304, 2304), (1, 1), (5000, 40)]:
+        expected = Counting(729, "anyres_max_9", theirs).get(*size[::-1], 384, 384)
+        assert made.num_tokens(made.tiles(Image.new("RGB", size))) == expected
+
+
+def test_squares_of_onevision_are_bounded() -> None:
+    onevision().tiles(Image.new("RGB", (16_384, 1)), 2)
+    with pytest.raises(RequestError, match="16385 x 1 pixels cannot be resized"):
+        onevision().tiles(Image.new("RGB", (16_385, 1)), 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "names", "message"),
+    [
+        ({"do_resize": False}, {}, "must be resized"),
+        ({"do_center_crop": True}, {}, "not be cropped"),
+        ({"size": {"height": 32, "width": 64}}, {}, "to a square size"),
+        ({"size": {"shortest_edge": 32}}, {}, "cannot be used: .*height"),
+        ({"image_grid_pinpoints": []}, {}, "must be 1 to 256 sizes"),
+        ({"image_grid_pinpoints": [[32, 32]] * 257}, {}, "must be 1 to 256 sizes"),
+        ({"image_grid_pinpoints": [[32, 40]]}, {}, "multiples of 32 pixels up to 4096"),
+        ({"image_grid_pinpoints": [[32, 0]]}, {}, "multiples of 32 pixels"),
+        ({"image_grid_pinpoints": [[32, 8192]]}, {}, "multiples of 32 pixels"),
+        ({"image_grid_pinpoints": [[32]]}, {}, "cannot be used"),
+        ({"image_grid_pinpoints": [[4096, 4096]]}, {}, "16384 times it at most 65536"),
+        ({"image_mean": [0.5, 2.0, 0.5]}, {}, "image_mean must be numbers from 0 to 1"),
+        ({}, {"num_image_tokens": None}, "0 tokens for a tile"),
+        ({}, {"num_image_tokens": 15}, "num_image_tokens is 15, but must be the square"),
+        ({}, {"num_image_tokens": 1 << 15}, "tokens from 1 to 16384"),
+        ({}, {"vision_aspect_ratio": "pad"}, "vision_aspect_ratio is 'pad', but must be"),
+        ({}, {"vision_aspect_ratio": "anyres_max_0"}, "vision_aspect_ratio is 'anyres_max_0'"),
+        ({}, {"vision_aspect_ratio": 9}, "cannot be used"),
+        ({}, {"vision_feature_select_strategy": "default"}, "strategy is 'default', but must be 'full'"),
+    ],
+)
+def test_onevisions_settings_that_cannot_be_used_are_named(
+    settings: dict[str, Any], names: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        onevision(names, **settings)
+
+
 def test_settings_within_processor_config_json_come_first() -> None:
     made = ImageProcessor.read({}, {**NAMES, "image_processor": SETTINGS}, {"image_token": "<img>"})
     assert made == msgspec.structs.replace(ours(), placeholder="<img>", image_token="<img>")
@@ -216,7 +323,7 @@ def test_qwen3s_processor_is_qwen2_5s() -> None:
     assert ImageProcessor.read(given, {}, {"image_token": "<pad>"}) == qwen()
 
 
-@pytest.mark.parametrize("name", [None, "LlavaProcessor"])
+@pytest.mark.parametrize("name", [None, "PixtralProcessor"])
 def test_other_processors_are_none(name: str | None) -> None:
     assert ImageProcessor.read(SETTINGS, {"processor_class": name}, {}) is None
 

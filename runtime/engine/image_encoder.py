@@ -15,11 +15,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from ...loader.timeline import Timeline
 from ..errors import RequestError, as_teneral_error
-from ..step.images import PromptImage, TileLayout
+from ..images.processor import TileLayout
+from ..step.images import PromptImage
 from ..step.requests import GenerationRequest
 from .generation import Generation
 from .sequence import error_event

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from PIL.Image import Image
 
-    from ..step.images import TileLayout
-
 MAX_SIDE = 4_096  # of a resized image
 MAX_TOKENS = 1 << 14  # of a tile
 BILINEAR = 2  # Pillow's numbers
@@ -62,6 +60,35 @@ class Rectangle(msgspec.Struct, frozen=True):
     width: int
 
 
+class TileLayout(msgspec.Struct, frozen=True):
+    """The rows of an image as one tile and, behind it, as a grid of tiles: those of the first tile, then those of the
+    grid's tokens, row by row, each of these ended by a mark of the model's. Without a grid one mark is behind the tile.
+    """
+
+    # Tiles of the grid; 0: there is none.
+    num_rows: int = 0
+    num_columns: int = 0
+    # Its tokens without as many on either side of them.
+    height: int = 0
+    width: int = 0
+    # What these are scaled to.
+    scaled_height: int = 0
+    scaled_width: int = 0
+
+    def num_tokens(self, tokens_per_tile: int) -> int:
+        return tokens_per_tile + (self.scaled_height * (self.scaled_width + 1) if self.num_rows else 1)
+
+    def fits(self, num_tiles: int, side: int) -> bool:
+        """True of this number of tiles, each of `side` by `side` tokens."""
+        left_over = self.num_rows * side - self.height, self.num_columns * side - self.width
+        return (
+            num_tiles == 1 + self.num_rows * self.num_columns
+            and all(each >= 0 and each % 2 == 0 for each in left_over)
+            and 0 <= self.scaled_height <= self.height
+            and 0 <= self.scaled_width <= self.width
+        )
+
+
 class ImageTiles(NamedTuple):
     """An image as a model takes it."""
 
@@ -69,7 +96,7 @@ class ImageTiles(NamedTuple):
     # Of the tiles before that of the whole image, which is the last; 0: there are none.
     num_rows: int = 0
     num_columns: int = 0
-    layout: TileLayout | None = None  # of tiles that are one grid, behind that of the whole image
+    layout: TileLayout | None = None  # then the whole image is the first one
 
 
 class ImageProcessor(msgspec.Struct, frozen=True):
@@ -113,7 +140,7 @@ class ImageProcessor(msgspec.Struct, frozen=True):
         return own.make(file, num_tokens, tokens, name)
 
     def tiles(self, image: Image, num_images: int = 1) -> ImageTiles:
-        """Of an RGB image of a prompt with so many. Raises `RequestError` for one that is too narrow to be resized."""
+        """Of an RGB image, one of a prompt's `num_images`. Raises `RequestError` if it is too narrow to be resized."""
         raise NotImplementedError
 
     def num_tokens(self, tiles: ImageTiles) -> int:

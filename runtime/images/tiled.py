@@ -27,6 +27,7 @@ from .processor import (
     Kind,
     PixelFile,
     Rectangle,
+    TileLayout,
     array_of,
     not_resized,
 )
@@ -34,11 +35,9 @@ from .processor import (
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from ..step.images import TileLayout
-
 _LANCZOS = 1
 _MAX_SIZES = 256  # among which an image's is chosen
-_MAX_GRID_TOKENS = 1 << 16  # of a grid of tiles, padding included; 36 * 729 as published
+MAX_GRID_TOKENS = 1 << 16  # of a grid of tiles, padding included; 36 * 729 as published
 _MAX_SQUARE = 1 << 14  # pixels of the side of a square that is made smaller
 _BAND = 256  # rows of such a square at once
 _ASPECT_RATIO = re.compile(r"anyres_max_([1-9][0-9]?)", re.ASCII)
@@ -59,7 +58,6 @@ class TiledFile(PixelFile, frozen=True):
     @property
     def sides(self) -> tuple[int, ...]:
         return self.size.longest_edge, self.max_image_size.longest_edge
-
 
 
 class AnyresFile(PixelFile, frozen=True):
@@ -131,7 +129,6 @@ class TilingProcessor(ImageProcessor, frozen=True):
         return f"{text}{chr(10) if text else ''}{self.around}{self.whole}{row}{self.around}"
 
 
-
 class AnyresProcessor(ImageProcessor, frozen=True):
     """That of LLaVA-OneVision."""
 
@@ -154,10 +151,10 @@ class AnyresProcessor(ImageProcessor, frozen=True):
                 f"{size} pixels up to {MAX_SIDE}"
             )
         most = max(height * width for height, width in sizes) // size**2
-        if math.isqrt(num_tokens) ** 2 != num_tokens or most * num_tokens > _MAX_GRID_TOKENS:
+        if math.isqrt(num_tokens) ** 2 != num_tokens or most * num_tokens > MAX_GRID_TOKENS:
             raise ModelError(
                 f"processor_config.json: num_image_tokens is {num_tokens}, but must be the square of a number, and "
-                f"{most} times it at most {_MAX_GRID_TOKENS}"
+                f"{most} times it at most {MAX_GRID_TOKENS}"
             )
         if file.vision_feature_select_strategy != "full":
             raise ModelError(
@@ -176,8 +173,6 @@ class AnyresProcessor(ImageProcessor, frozen=True):
         return cls(file, num_tokens, token, token, int(found[1]))
 
     def tiles(self, image: Image, num_images: int = 1) -> ImageTiles:
-        from ..step.images import TileLayout  # imports numpy, which the start of a process does not pay for
-
         size = self.file.size.height
         if num_images > 1:
             return ImageTiles(array_of([self._squared(image, size)]), layout=TileLayout())
@@ -227,9 +222,7 @@ class AnyresProcessor(ImageProcessor, frozen=True):
         return self.resized(narrow, size, size)
 
     def _layout(self, width: int, height: int, num_rows: int, num_columns: int) -> TileLayout:
-        """Of an image of these pixels in a grid of so many tiles: the tokens of its bars are left out."""
-        from ..step.images import TileLayout  # as above
-
+        """Of an image of these pixels in a grid of this number of tiles: the tokens of its bars are left out."""
         side = math.isqrt(self.tokens_per_tile)
         rows, columns = num_rows * side, num_columns * side
         # As transformers computes them.
@@ -272,7 +265,6 @@ def _covered(width: int, height: int, size: int) -> tuple[int, int]:
         return width, math.ceil(int(width / ratio) / size) * size
     height = math.ceil(height / size) * size
     return math.ceil(int(height * ratio) / size) * size, height
-
 
 
 def _best_size(width: int, height: int, sizes: tuple[tuple[int, int], ...]) -> tuple[int, int]:

@@ -409,7 +409,9 @@ def _head_name(config: DecoderConfig, weights: Weights, embeddings: str) -> str:
     transformers; with equal bytes it makes no difference. Next to a tower, some files have it in the language model.
     """
     heads = (config.model_names.head, f"language_model.{config.model_names.head}")
-    head = next((each for each in heads if f"{each}.weight" in weights or f"{each}.qweight" in weights), heads[0])
+    head = next(
+        (each for each in heads if f"{each}.weight" in weights or f"{each}.qweight" in weights), heads[0]
+    )
     if not config.tie_word_embeddings or f"{head}.qweight" in weights:
         return head
     own, shared = f"{head}.weight", f"{embeddings}.weight"

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from msgspec import Struct
 
+from ..images.processor import TileLayout
 from ..step.batch import Int64s
-from ..step.images import TileLayout
 from ..tensors import DType, Tensor, from_float32, to_float32
 from ..weights import Weights
 from .converted import ones, transposed

@@ -250,9 +250,7 @@ class VisionConfig(Struct, frozen=True):
     @classmethod
     def of_llava_onevision(cls, config: Fields, vocab_size: int, hidden_size: int) -> VisionConfig:
         """Likewise, for a decoder with rows of `hidden_size`."""
-        own = _vision_fields(
-            config, _SIGLIP_DEFAULTS if "vision_config" in config else _ONEVISION_DEFAULTS
-        )
+        own = _vision_fields(config, _SIGLIP_DEFAULTS if "vision_config" in config else _ONEVISION_DEFAULTS)
         own.choice("model_type", ("siglip_vision_model",), default="siglip_vision_model")
         made = _read_tower(own)
         config.choice("vision_feature_select_strategy", ("full",), default="full")
@@ -267,7 +265,9 @@ class VisionConfig(Struct, frozen=True):
             made,
             num_layers=layer if layer > 0 else layer + made.num_layers + 1,
             image_token=config.integer("image_token_index", low=0, high=vocab_size - 1, default=151_646),
-            roots=tuple(f"{root}vision_tower.{own}" for root in ("model.", "") for own in ("vision_model.", "")),
+            roots=tuple(
+                f"{root}vision_tower.{own}" for root in ("model.", "") for own in ("vision_model.", "")
+            ),
             connectors=("model.multi_modal_projector.", "multi_modal_projector."),
             marks=("model.image_newline", "image_newline"),
             names=_LLAVA_NAMES,

@@ -12,37 +12,9 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from ..errors import RequestError
+from ..images.processor import TileLayout
 
 _KEY_BIT = 1 << 62  # of an image's keys: above every token's id
-
-
-class TileLayout(Struct, frozen=True):
-    """The rows of an image as one tile and, behind it, as a grid of tiles: those of the first tile, then those of the
-    grid's tokens, row by row, each of these ended by a mark of the model's. Without a grid one mark is behind the tile.
-    """
-
-    # Tiles of the grid; 0: there is none.
-    num_rows: int = 0
-    num_columns: int = 0
-    # Its tokens without as many on either side of them.
-    height: int = 0
-    width: int = 0
-    # What these are scaled to.
-    scaled_height: int = 0
-    scaled_width: int = 0
-
-    def num_tokens(self, tokens_per_tile: int) -> int:
-        return tokens_per_tile + (self.scaled_height * (self.scaled_width + 1) if self.num_rows else 1)
-
-    def fits(self, num_tiles: int, side: int) -> bool:
-        """True of so many tiles of `side` by `side` tokens."""
-        left_over = self.num_rows * side - self.height, self.num_columns * side - self.width
-        return (
-            num_tiles == 1 + self.num_rows * self.num_columns
-            and all(each >= 0 and each % 2 == 0 for each in left_over)
-            and 0 <= self.scaled_height <= self.height
-            and 0 <= self.scaled_width <= self.width
-        )
 
 
 class PromptImage(Struct, eq=False):

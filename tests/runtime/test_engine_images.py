@@ -29,8 +29,9 @@ from teneral.runtime.engine import image_encoder, step_loop
 from teneral.runtime.engine import options as engine_options
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.errors import ModelError, RequestError
+from teneral.runtime.images.processor import TileLayout
 from teneral.runtime.step.backend import host_backend
-from teneral.runtime.step.images import PromptImage, TileLayout
+from teneral.runtime.step.images import PromptImage
 from teneral.runtime.step.requests import FinishReason, GenerationRequest, SamplingParams
 
 NUM_TOKENS = 16
@@ -120,7 +121,9 @@ def request_with(*seeds: int, oracle: Any = None, **fields: Any) -> GenerationRe
     """Of the two images with these seeds, as the model takes them."""
     prompt, *places = prompt_of(oracle)
     images = tuple(
-        image_at(own, tiles, digest=bytes([seed, number]), layout=TileLayout() if is_laid_out(oracle) else None)
+        image_at(
+            own, tiles, digest=bytes([seed, number]), layout=TileLayout() if is_laid_out(oracle) else None
+        )
         for number, (own, tiles, seed) in enumerate(
             zip(places, tiles_of(oracle, *seeds), seeds, strict=True), 1
         )

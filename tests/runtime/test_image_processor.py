@@ -8,14 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 from PIL import Image
-from tests.support.vision_models import ONEVISION
+from tests.support.vision_models import ONEVISION, theirs_of_onevision
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
-    LlavaOnevisionImageProcessorPil,
-)
-from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
@@ -218,18 +214,6 @@ def onevision(names: dict[str, Any] | None = None, **settings: Any) -> ImageProc
     return made
 
 
-class Counting:
-    """The part of transformers' processor that counts an image's tokens."""
-
-    get = LlavaOnevisionProcessor._get_number_of_features
-    _get_unpadded_features = LlavaOnevisionProcessor._get_unpadded_features
-
-    def __init__(self, num_tokens: int, aspect_ratio: str, processor: Any) -> None:
-        self.num_image_tokens = num_tokens
-        self.vision_aspect_ratio = aspect_ratio
-        self.image_processor = processor
-
-
 ONEVISION_SIZES = [
     *((32, 32), (31, 33), (200, 100), (101, 203), (7, 500), (500, 7), (64, 63), (96, 64), (640, 480)),
     *((1, 1), (1, 4000), (4000, 1), (3, 2), (50, 1999), (1300, 900)),
@@ -250,30 +234,29 @@ def test_onevisions_tiles_and_texts_are_those_of_transformers(
 ) -> None:
     """Of an image alone, and of one of two."""
     image, processor = picture(*size), onevision(names, **settings)
-    theirs = LlavaOnevisionImageProcessorPil(**{**ONEVISION, **settings})
-    levels, side = processor.levels, processor.file.sides[0]
-    counting = Counting(
-        processor.tokens_per_tile, names.get("vision_aspect_ratio", "anyres_max_9"), theirs
-    )
-    num_tokens = (counting.get(*size[::-1], side, side), processor.tokens_per_tile + 1)
-    for num, expected in enumerate(num_tokens, 1):
-        made = processor.tiles(image, num)
+    aspect_ratio = names.get("vision_aspect_ratio", "anyres_max_9")
+    theirs = theirs_of_onevision(processor.tokens_per_tile, aspect_ratio, **{**ONEVISION, **settings})
+    levels = processor.levels
+    for num in (1, 2):
+        made, expected = (
+            processor.tiles(image, num),
+            theirs.image_processor([[image] * num], return_tensors="np"),
+        )
         values = np.stack([levels[channel][made.tiles[:, channel]] for channel in range(3)], axis=1)
-        assert np.array_equal(values, theirs([[image] * num], return_tensors="np")["pixel_values"][0])
-        assert processor.num_tokens(made) == expected
-        assert processor.text(made) == "<soft>" * expected
+        assert np.array_equal(values, expected["pixel_values"][0])
+        text = theirs.replace_image_token(expected, 0)
+        assert processor.text(made) == text.replace("<image>", "<soft>")
+        assert processor.num_tokens(made) == text.count("<image>")
 
 
 def test_onevisions_defaults_are_those_of_transformers() -> None:
-    made = ImageProcessor.read(
-        {}, {"processor_class": "LlavaOnevisionProcessor", "num_image_tokens": 729}, TOKENS
-    )
+    names = {"processor_class": "LlavaOnevisionProcessor", "num_image_tokens": 729}
+    made, theirs = ImageProcessor.read({}, names, {}), theirs_of_onevision(729, "anyres_max_9")
     assert made is not None
-    theirs = LlavaOnevisionImageProcessorPil()
-    assert [list(each) for each in made.file.image_grid_pinpoints] == theirs.image_grid_pinpoints  # type: ignore[attr-defined]
-    for size in [(1000, 700), (2304, 2304), (1, 1), (5000, 40)]:
-        expected = Counting(729, "anyres_max_9", theirs).get(*size[::-1], 384, 384)
-        assert made.num_tokens(made.tiles(Image.new("RGB", size))) == expected
+    for size in [(1000, 700), (1, 1), (5000, 40), (953, 1160)]:
+        image = Image.new("RGB", size)
+        expected = theirs.image_processor([[image]], return_tensors="np")
+        assert made.text(made.tiles(image)) == theirs.replace_image_token(expected, 0)
 
 
 def test_squares_of_onevision_are_bounded() -> None:

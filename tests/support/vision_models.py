@@ -22,8 +22,13 @@ with warnings.catch_warnings():
     # transformers' own deprecations while it is imported are not ours to answer for
     warnings.simplefilter("ignore", DeprecationWarning)
     import transformers
+    from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+        LlavaOnevisionImageProcessorPil,
+    )
+    from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 
-from teneral.runtime.step.images import PromptImage, TileLayout
+from teneral.runtime.images.processor import TileLayout
+from teneral.runtime.step.images import PromptImage
 
 IMAGE_TOKEN = 262
 QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
@@ -177,6 +182,17 @@ ONEVISION_PROCESSOR = {
     "num_image_tokens": 16,
     "vision_aspect_ratio": "anyres_max_2",
 }
+
+
+def theirs_of_onevision(num_tokens: int = 16, aspect_ratio: str = "anyres_max_2", **settings: Any) -> Any:
+    """transformers' processor with these settings, without a tokenizer."""
+    made = LlavaOnevisionProcessor.__new__(LlavaOnevisionProcessor)
+    made.image_processor = LlavaOnevisionImageProcessorPil(**settings)
+    made.image_token, made.vision_feature_select_strategy = "<image>", "full"
+    made.num_image_tokens, made.vision_aspect_ratio = num_tokens, aspect_ratio
+    return made
+
+
 _ONEVISION_VISION = {**_VISION, "model_type": "siglip_vision_model", "vision_use_head": False}
 _ONEVISION_WHOLE = {
     "image_token_index": IMAGE_TOKEN,

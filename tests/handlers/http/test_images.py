@@ -11,12 +11,16 @@ import pytest
 import torch
 from PIL import Image
 from tests.support.instances import TinyParts
-from tests.support.vision_models import ONEVISION, PREPROCESSOR, data_url, file_of, picture, save_vision
-from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
-    LlavaOnevisionImageProcessorPil,
+from tests.support.vision_models import (
+    ONEVISION,
+    PREPROCESSOR,
+    data_url,
+    file_of,
+    picture,
+    save_vision,
+    theirs_of_onevision,
 )
-from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from teneral.handlers.function import images as chat_images
@@ -84,13 +88,12 @@ def onevision(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Ite
 
 
 @torch.no_grad()
-def onevision_answer(vision: tuple[TinyParts, Any], prompt: str, *images: Image.Image) -> tuple[list[int], int]:
+def onevision_answer(
+    vision: tuple[TinyParts, Any], prompt: str, *images: Image.Image
+) -> tuple[list[int], int]:
     """transformers' tokens, and the number of the prompt's."""
     parts, model = vision
-    processor = LlavaOnevisionProcessor.__new__(LlavaOnevisionProcessor)
-    processor.image_processor = LlavaOnevisionImageProcessorPil(**ONEVISION)
-    processor.image_token, processor.vision_feature_select_strategy = "<image>", "full"
-    processor.num_image_tokens, processor.vision_aspect_ratio = 16, "anyres_max_2"
+    processor = theirs_of_onevision(**ONEVISION)
     made = processor.image_processor([list(images)], return_tensors="pt")
     texts = [processor.replace_image_token(made, index) for index in range(len(images))]
     pieces = prompt.split("<image>")

@@ -24,10 +24,9 @@ from tests.support.vision_models import (
 
 from teneral.runtime.engine.sequence import Lane
 from teneral.runtime.errors import ModelError
-from teneral.runtime.images.processor import ImageProcessor, ImageTiles
+from teneral.runtime.images.processor import ImageProcessor, ImageTiles, TileLayout
 from teneral.runtime.models.decoder_config import DecoderConfig
 from teneral.runtime.step.batch import Epoch, Rows, build_batch
-from teneral.runtime.step.images import TileLayout
 from teneral.runtime.step.requests import GenerationRequest
 from teneral.runtime.step.state import SamplingState
 from teneral.runtime.tensors import to_float32
@@ -179,7 +178,9 @@ def test_published_files_have_the_language_model_with_its_head(model: Any) -> No
     assert {"language_model.lm_head.weight", "image_newline"} <= set(named)
     decoder, made = build_model(config_json(model), DictWeights(named)), tiles_of(image)
     assert (rows_of(decoder, made) == rows_of(ours(model), made)).all()
-    assert torch.equal(Stepper(decoder).step({"a": tokens})["a"], Stepper(ours(model)).step({"a": tokens})["a"])
+    assert torch.equal(
+        Stepper(decoder).step({"a": tokens})["a"], Stepper(ours(model)).step({"a": tokens})["a"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,10 @@ from teneral.loader.tools.pack.plan import TierOptions
 from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
 from teneral.runtime.engine.sequence import Lane
 from teneral.runtime.errors import ModelError
+from teneral.runtime.images.processor import TileLayout
 from teneral.runtime.models.decoder_config import VISION_FAMILY_MODULES, DecoderConfig
 from teneral.runtime.step.batch import Epoch, Rows, build_batch, join, select
-from teneral.runtime.step.images import TileLayout, axes_of
+from teneral.runtime.step.images import axes_of
 from teneral.runtime.step.requests import GenerationRequest
 from teneral.runtime.step.state import SamplingState
 from teneral.runtime.tensors import to_float32

@@ -90,7 +90,7 @@ class ChatImages:
         self._tiled = []
         num_tokens = num_bytes = 0
         for source in self._sources:
-            tiled = _tiled(source, processor)
+            tiled = _tiled(source, processor, len(self._sources))
             num_tokens += processor.num_tokens(tiled.tiles)
             num_bytes += tiled.tiles.tiles.nbytes
             if max_tokens is not None and num_tokens > max_tokens:
@@ -127,7 +127,7 @@ class ChatImages:
             )
         levels, images = processor.levels, []
         for tiled, own in zip(self._tiled, np.split(places, np.cumsum(sizes)[:-1]), strict=True):
-            images.append(PromptImage(tiled.digest, tiled.tiles.tiles, levels, own))
+            images.append(PromptImage(tiled.digest, tiled.tiles.tiles, levels, own, tiled.tiles.layout))
         self._tiled = []
         return tuple(images)
 
@@ -187,7 +187,7 @@ def check_role(role: str, param: str) -> None:
         raise RequestError(f"{param} is an image, which a message of role {role!r} cannot have", param=param)
 
 
-def _tiled(source: ImageSource, processor: ImageProcessor) -> _Tiled:
+def _tiled(source: ImageSource, processor: ImageProcessor, num_images: int) -> _Tiled:
     from ...runtime.images.decode import decode_image  # imports Pillow, for servers that get images
 
     data = _bytes_of(source)
@@ -199,7 +199,10 @@ def _tiled(source: ImageSource, processor: ImageProcessor) -> _Tiled:
             param=source.param,
             hint="Its operator can pip install 'teneral[images]'.",
         ) from error
-    return _Tiled(hashlib.sha256(data).digest(), processor.tiles(image))
+    tiles, digest = processor.tiles(image, num_images), hashlib.sha256(data)
+    if tiles.layout is not None:  # which the number of images may change
+        digest.update(repr(tiles.layout).encode())
+    return _Tiled(digest.digest(), tiles)
 
 
 def _bytes_of(source: ImageSource) -> bytes:

@@ -12,13 +12,12 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
 
 from ...loader.timeline import Timeline
 from ..errors import RequestError, as_teneral_error
+from ..images.processor import TileLayout
 from ..step.images import PromptImage
 from ..step.requests import GenerationRequest
 from .generation import Generation
@@ -42,6 +41,8 @@ class TowerLike(Protocol):
     def config(self) -> VisionConfig | SpeechConfig: ...
 
     def encode(self, tiles: Any, levels: Any, is_over: Callable[[], bool]) -> Iterator[Any]: ...
+
+    def join(self, parts: Sequence[Any], layout: TileLayout | None) -> Any: ...
 
 
 class ImageEncoder:
@@ -71,7 +72,7 @@ class ImageEncoder:
                 hint="Send sound to /v1/audio/transcriptions.",
             )
         for image in request.images:
-            is_fitting = config.fits(image.tiles, image.places) or image.rows is not None
+            is_fitting = config.fits(image.tiles, image.places, image.layout) or image.rows is not None
             tokens = {request.prompt_tokens[place] for place in image.places.tolist()}
             if not is_fitting or tokens - {config.image_token}:
                 raise RequestError("an image does not fit its places in the prompt", param="messages")
@@ -140,7 +141,7 @@ class ImageEncoder:
         if is_over():
             return None
         self._note(start_s, len(parts))
-        return np.concatenate(parts)
+        return self._tower.join(parts, image.layout)
 
     def _note(self, start_s: float, num_tiles: int) -> None:
         self._num_encoded += 1

@@ -465,9 +465,12 @@ def _stored_dtype(config: DecoderConfig, weights: Weights, embeddings: str) -> D
 
 def _head_name(config: DecoderConfig, weights: Weights, embeddings: str) -> str:
     """The head's matrix. Where a config says "tied" and the checkpoint holds another head, that counts, as it does for
-    transformers; with equal bytes it makes no difference.
+    transformers; with equal bytes it makes no difference. Next to a tower, some files have it in the language model.
     """
-    head = config.model_names.head
+    heads = (config.model_names.head, f"language_model.{config.model_names.head}")
+    head = next(
+        (each for each in heads if f"{each}.weight" in weights or f"{each}.qweight" in weights), heads[0]
+    )
     if not config.tie_word_embeddings or f"{head}.qweight" in weights:
         return head
     own, shared = f"{head}.weight", f"{embeddings}.weight"

@@ -6,14 +6,16 @@ exact weights only. It knows no files of images, no prompts and no tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from msgspec import Struct
 
+from ..images.processor import TileLayout
 from ..step.batch import Int64s
-from ..tensors import DType, Tensor, from_float32
+from ..tensors import DType, Tensor, from_float32, to_float32
 from ..weights import Weights
 from .converted import ones, transposed
 from .encoder import take_layer_norm
@@ -63,7 +65,8 @@ class VisionWeights(Struct, frozen=True, eq=False):
     mean_standard: tuple[Tensor, Tensor] | None = (
         None  # (hidden,) each: and then (mean - the first) * the second
     )
-    connector_output: Projection | None = None  # then a GELU, and to the decoder's rows
+    connector_output: Projection | None = None  # then an activation, and to the decoder's rows
+    mark: Tensor | None = None  # (the decoder's hidden_size,): of `TileLayout`
     deep: tuple[DeepConnector, ...] = ()  # of what some layers give
 
 
@@ -151,6 +154,19 @@ class VisionTower:
                 rows = np.concatenate([rows, *more], axis=1)
             yield rows
 
+    def join(self, parts: Sequence[Rows], layout: TileLayout | None) -> Rows:
+        """The rows of an image out of its tiles', which `encode` has made."""
+        if layout is None:
+            return np.concatenate(parts)
+        assert self._weights.mark is not None
+        mark = from_float32(to_float32(self._weights.mark.array, self._weights.mark.dtype), self.dtype)[None]
+        if not layout.num_rows:
+            return np.concatenate([*parts, mark])
+        rows = [parts[0]]
+        for row in _scaled(parts[1:], layout, self.dtype):
+            rows += [row, mark]
+        return np.concatenate(rows)
+
     def _patches(self, tile: npt.NDArray[np.uint8], levels: Levels) -> Rows:
         """(P, 3 * num_frames * patch_size ** 2), row by row of patches: what of the tile is left over on the right and
         at the bottom is no whole patch.
@@ -165,6 +181,42 @@ class VisionTower:
             return from_float32(whole.transpose(1, 3, 2, 4, 0).reshape(rows * columns, -1), self.dtype)
         patches = np.repeat(whole.transpose(1, 3, 0, 2, 4)[:, :, :, None], num_frames, axis=3)
         return from_float32(patches.reshape(rows * columns, -1), self.dtype)
+
+
+def _scaled(tiles: Sequence[Rows], layout: TileLayout, dtype: DType) -> Iterator[Rows]:
+    """The rows of a grid's tokens, (scaled_width, hidden_size) each, interpolated in fp32 as torch does."""
+    side = math.isqrt(len(tiles[0]))
+    top, left = (layout.num_rows * side - layout.height) // 2, (layout.num_columns * side - layout.width) // 2
+
+    def whole_row(number: int) -> Rows:
+        row, inner = divmod(top + number, side)
+        own = tiles[row * layout.num_columns : (row + 1) * layout.num_columns]
+        joined = np.concatenate([tile[inner * side : (inner + 1) * side] for tile in own])
+        return joined[left : left + layout.width]
+
+    if (layout.height, layout.width) == (layout.scaled_height, layout.scaled_width):
+        yield from map(whole_row, range(layout.height))
+        return
+    columns, shares = _neighbours(layout.width, layout.scaled_width)
+
+    def narrowed(number: int) -> Floats:
+        row = to_float32(whole_row(number), dtype)
+        return row[columns[:, 0]] * shares[:, :1] + row[columns[:, 1]] * shares[:, 1:]
+
+    for (above, below), (share, other) in zip(*_neighbours(layout.height, layout.scaled_height), strict=True):
+        yield from_float32(narrowed(above) * share + narrowed(below) * other, dtype)
+
+
+def _neighbours(num: int, num_scaled: int) -> tuple[Int64s, Floats]:
+    """(num_scaled, 2) each: the neighbours of the middles of as many equal parts of an axis of `num` rows, and the
+    share of each. In fp32, as torch has them.
+    """
+    scale = np.float32(num) / np.float32(num_scaled)
+    at = np.maximum((np.arange(num_scaled, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5), 0)
+    low = np.minimum(np.floor(at), num - 1)
+    taps = np.minimum(np.stack((low, low + 1), axis=1), num - 1)
+    above = np.minimum(at - low, 1)
+    return taps.astype(np.int64), np.stack((1 - above, above), axis=1).astype(np.float32)
 
 
 def _grid(config: VisionConfig, num_rows: int, num_columns: int) -> _Grid:
@@ -309,7 +361,7 @@ def tower_spec(
         dense=(),
         normalize=False,
         num_labels=0,
-        head_activation=Activation.TANH,
+        head_activation=activation_of(config.connector_activation) or Activation.GELU,
         head_bias=False,
         head_norm=False,
         **more,
@@ -350,6 +402,9 @@ def take_vision(config: VisionConfig, weights: Weights, hidden_size: int) -> Vis
     standard = None
     if config.standardizes:
         standard = (last.take(f"{root}std_bias", width), last.take(f"{root}std_scale", width))
+    mark = None
+    if config.marks:
+        mark = last.take(next((each for each in config.marks if each in last), config.marks[0]), hidden_size)
     deep = tuple(
         _take_deep(config, last, f"{root}{names.deep.format(number)}", hidden_size)
         for number in range(len(config.deep_layers))
@@ -373,6 +428,7 @@ def take_vision(config: VisionConfig, weights: Weights, hidden_size: int) -> Vis
         mean_scale=config.mean_scale or 1.0,
         mean_standard=standard,
         connector_output=output,
+        mark=mark,
         deep=deep,
     )
 
@@ -385,8 +441,9 @@ def _take_connector(
     if config.names.connector:
         inner, output = config.names.connector
         prefix = next((each for each in names if f"{each}{inner}.weight" in parameters), names[0])
-        first = take_linear(parameters, f"{prefix}{inner}", joined, joined, bias=True)
-        return None, first, take_linear(parameters, f"{prefix}{output}", joined, hidden_size, bias=True)
+        between, bias = config.connector_width or joined, config.connector_bias
+        first = take_linear(parameters, f"{prefix}{inner}", joined, between, bias=bias)
+        return None, first, take_linear(parameters, f"{prefix}{output}", between, hidden_size, bias=bias)
     if not config.averages:
         return None, take_linear(parameters, names[0], joined, hidden_size, bias=False), None
     if config.mean_scale is not None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from ..images.processor import TileLayout
     from ..step.batch import Int64s
 
 MAX_TILE_PIXELS = 4_096  # of a tile's side
@@ -37,6 +38,7 @@ _DEFAULTS: dict[str, object] = {
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6,
 }
+_SIGLIP_DEFAULTS: dict[str, object] = {"hidden_size": 768, "num_attention_heads": 12, "patch_size": 16}
 _QWEN_DEFAULTS: dict[str, object] = {
     "hidden_size": 3_584,
     "intermediate_size": 3_420,
@@ -128,6 +130,17 @@ _GEMMA4_NAMES = TowerNames(
 )
 
 
+_ONEVISION_DEFAULTS: dict[str, object] = {
+    "hidden_size": 1_152,
+    "intermediate_size": 4_304,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 16,
+    "image_size": 384,
+    "patch_size": 14,
+}
+_LLAVA_NAMES = TowerNames(final_norm=None, connector=("linear_1", "linear_2"))
+
+
 _UNIFIED_NAMES = TowerNames(
     patches="patch_dense",
     positions="pos_embedding",
@@ -153,7 +166,13 @@ class VisionConfig(Struct, frozen=True):
         str, ...
     ]  # what may stand before the names of the tower's tensors; the first that fits counts
     connectors: tuple[str, ...]  # likewise, of the connector's
+    # Likewise, of the row behind each row of an image's tokens; none: the image's rows are those of its tiles.
+    marks: tuple[str, ...] = ()
     names: TowerNames = TowerNames()
+    # Of a connector of two matrices: what the first one makes; 0: as many numbers as it takes.
+    connector_width: int = 0
+    connector_bias: bool = True
+    connector_activation: str = "gelu"
     # A token's row is made of the normalised mean of its patches; otherwise of its patches side by side.
     averages: bool = False
     # The mean is times this, and normalised without weights. None: the norm has weights, and the connector's matrix is
@@ -214,14 +233,17 @@ class VisionConfig(Struct, frozen=True):
         most = min(self.most_tokens, MAX_PATCHES // self.square**2)
         return (rows, columns) if is_whole and 0 < rows * columns <= most else None
 
-    def fits(self, tiles: npt.NDArray[np.uint8] | None, places: Int64s) -> bool:
+    def fits(self, tiles: npt.NDArray[np.uint8] | None, places: Int64s, layout: TileLayout | None) -> bool:
         """True if the tower makes as many rows of these tiles as there are places. Tokens with rows and columns are
         those of one tile, and adjacent.
         """
         if tiles is None or tiles.ndim != 4 or tiles.shape[1] != 3:
             return False
         rows, columns = self.grid_of(*tiles.shape[2:]) or (0, 0)
-        if not len(places) == len(tiles) * rows * columns > 0:
+        if layout is not None:
+            is_laid_out = bool(self.marks) and rows > 0 and layout.fits(len(tiles), rows)
+            return is_laid_out and len(places) == layout.num_tokens(rows * columns)
+        if self.marks or not len(places) == len(tiles) * rows * columns > 0:
             return False
         is_run = int(places[-1] - places[0]) == len(places) - 1
         return not self.has_grid or (len(tiles) == 1 and is_run)
@@ -249,10 +271,38 @@ class VisionConfig(Struct, frozen=True):
         )
 
     @classmethod
+    def of_llava_onevision(cls, config: Fields, vocab_size: int, hidden_size: int) -> VisionConfig:
+        """Likewise, for a decoder with rows of `hidden_size`."""
+        own = _vision_fields(config, _SIGLIP_DEFAULTS if "vision_config" in config else _ONEVISION_DEFAULTS)
+        own.choice("model_type", ("siglip_vision_model",), default="siglip_vision_model")
+        made = _read_tower(own)
+        config.choice("vision_feature_select_strategy", ("full",), default="full")
+        ratio = config.get("vision_aspect_ratio")
+        if ratio is not None and (not isinstance(ratio, str) or not ratio.startswith("anyres_max_")):
+            raise config.wrong("vision_aspect_ratio", "but must be anyres_max_ and a number")
+        # Of states, before the final norm: number 0 is what the first layer takes, which transformers does not give.
+        layer = config.integer("vision_feature_layer", low=-made.num_layers, high=made.num_layers, default=-1)
+        if not layer:
+            raise config.wrong("vision_feature_layer", "but must be a layer")
+        return replace(
+            made,
+            num_layers=layer if layer > 0 else layer + made.num_layers + 1,
+            image_token=config.integer("image_token_index", low=0, high=vocab_size - 1, default=151_646),
+            roots=tuple(
+                f"{root}vision_tower.{own}" for root in ("model.", "") for own in ("vision_model.", "")
+            ),
+            connectors=("model.multi_modal_projector.", "multi_modal_projector."),
+            marks=("model.image_newline", "image_newline"),
+            names=_LLAVA_NAMES,
+            connector_width=hidden_size,
+            connector_bias=config.boolean("multimodal_projector_bias", default=True),
+            connector_activation=config.choice("projector_hidden_act", ACTIVATIONS, default="gelu"),
+        )
+
+    @classmethod
     def of_gemma3(cls, config: Fields, vocab_size: int) -> VisionConfig:
         """Likewise."""
-        defaults = {"hidden_size": 768, "num_attention_heads": 12, "patch_size": 16}
-        made = _read_tower(_vision_fields(config, defaults))
+        made = _read_tower(_vision_fields(config, _SIGLIP_DEFAULTS))
         num_tokens = config.integer("mm_tokens_per_image", low=1, high=MAX_PATCHES, default=256)
         per_side = math.isqrt(num_tokens)
         if per_side**2 != num_tokens or made.patches_per_side % per_side:

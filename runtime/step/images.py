@@ -12,6 +12,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from ..errors import RequestError
+from ..images.processor import TileLayout
 
 _KEY_BIT = 1 << 62  # of an image's keys: above every token's id
 
@@ -21,11 +22,12 @@ class PromptImage(Struct, eq=False):
     that encodes it, before any step reads them.
     """
 
-    digest: bytes  # of the image's bytes: equal digests have equal tiles
+    digest: bytes  # of the image's bytes and layout: equal digests have equal tiles
     # (N, 3, height, width) of bytes, until there are rows; of sound, a spectrogram (1, bands, columns) in fp32
     tiles: npt.NDArray[Any] | None
     levels: npt.NDArray[np.float32]  # (3, 256): a channel's number for each value of a pixel
     places: npt.NDArray[np.int64]  # (T,), ascending: the prompt's tokens that it takes the places of
+    layout: TileLayout | None = None  # None: the rows are those of the tiles
     rows: Any = None  # (T, hidden_size) or wider, as `ImageRows.values`
     # [first, end) of each run of places whose tokens see one another; set before the rows, none where tokens see
     # those before them only.

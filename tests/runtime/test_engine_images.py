@@ -29,6 +29,7 @@ from teneral.runtime.engine import image_encoder, step_loop
 from teneral.runtime.engine import options as engine_options
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.errors import ModelError, RequestError
+from teneral.runtime.images.processor import TileLayout
 from teneral.runtime.step.backend import host_backend
 from teneral.runtime.step.images import PromptImage
 from teneral.runtime.step.requests import FinishReason, GenerationRequest, SamplingParams
@@ -41,16 +42,22 @@ TEXT = GenerationRequest("text", (5, 6, 7, 8, 9), NUM_TOKENS, GREEDY)
 # Two images, the second of two tiles, or twice as wide; a tile is four tokens.
 PROMPT = tuple(prompt_with([1, 2, 3], 4, [9, 10], 4, 4, [8, 7, 6]))
 PLACES = [index for index, token in enumerate(PROMPT) if token == IMAGE_TOKEN]
+# Of a model with layouts: two images of a tile, with a mark each.
+LAID_OUT = tuple(prompt_with([1, 2, 3], 5, [9, 10], 5, [8, 7, 6]))
 
 
 # Tokens of images see those before them, or one another, or turn by their rows and columns, or change a state.
-all_kinds = pytest.mark.parametrize("model", ["idefics3", "gemma3", *DYNAMIC], indirect=True)
+all_kinds = pytest.mark.parametrize(
+    "model", ["idefics3", "llava_onevision", "gemma3", *DYNAMIC], indirect=True
+)
 
 
 @pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
     """(transformers' model, our decoder over the same weights)"""
-    oracle, threads = tiny_vision_model(getattr(request, "param", "idefics3")), torch.get_num_threads()
+    family, threads = getattr(request, "param", "idefics3"), torch.get_num_threads()
+    vision = {"patch_size": 16} if family == "llava_onevision" else None  # four tokens a tile, too
+    oracle = tiny_vision_model(family, vision=vision)
     torch.set_num_threads(
         1
     )  # on a busy machine, threads that wait for each other cost more than a tiny model
@@ -93,32 +100,48 @@ class Rig:
         assert statistics.free_blocks == statistics.num_blocks
 
 
+def is_laid_out(oracle: Any) -> bool:
+    return oracle is not None and oracle.config.model_type == "llava_onevision"
+
+
+def prompt_of(oracle: Any) -> tuple[tuple[int, ...], list[int], list[int]]:
+    """Its tokens, and the places of its images."""
+    prompt, num = (LAID_OUT, 5) if is_laid_out(oracle) else (PROMPT, 4)
+    places = [index for index, token in enumerate(prompt) if token == IMAGE_TOKEN]
+    return prompt, places[:num], places[num:]
+
+
 def tiles_of(oracle: Any, *seeds: int) -> tuple[np.ndarray, np.ndarray]:
     is_one = oracle is not None and oracle.config.model_type in DYNAMIC
     second = random_tiles(1, 32, 64, seed=seeds[1]) if is_one else random_tiles(2, seed=seeds[1])
-    return random_tiles(1, seed=seeds[0]), second
+    return random_tiles(1, seed=seeds[0]), second[:1] if is_laid_out(oracle) else second
 
 
 def request_with(*seeds: int, oracle: Any = None, **fields: Any) -> GenerationRequest:
     """Of the two images with these seeds, as the model takes them."""
-    first, second = tiles_of(oracle, *seeds)
-    images = (
-        image_at(PLACES[:4], first, digest=bytes([seeds[0], 1])),
-        image_at(PLACES[4:], second, digest=bytes([seeds[1], 2])),
+    prompt, *places = prompt_of(oracle)
+    images = tuple(
+        image_at(
+            own, tiles, digest=bytes([seed, number]), layout=TileLayout() if is_laid_out(oracle) else None
+        )
+        for number, (own, tiles, seed) in enumerate(
+            zip(places, tiles_of(oracle, *seeds), seeds, strict=True), 1
+        )
     )
-    return GenerationRequest("images", PROMPT, NUM_TOKENS, GREEDY, images=images, **fields)
+    return GenerationRequest("images", prompt, NUM_TOKENS, GREEDY, images=images, **fields)
 
 
 @functools.cache
 def oracle_tokens(oracle: Any, *seeds: int) -> tuple[int, ...]:
+    prompt = prompt_of(oracle)[0]
     with torch.no_grad():
         made = oracle.generate(
-            **oracle_inputs(oracle, PROMPT, *tiles_of(oracle, *seeds)),
+            **oracle_inputs(oracle, prompt, *tiles_of(oracle, *seeds)),
             max_new_tokens=NUM_TOKENS,
             do_sample=False,
             eos_token_id=-1,
         )
-    return tuple(made[0, len(PROMPT) :].tolist())
+    return tuple(made[0, len(prompt) :].tolist())
 
 
 @all_kinds
@@ -158,10 +181,11 @@ def test_cached_prefixes_are_of_equal_images_alone(model: tuple[Any, Any]) -> No
         assert cold.result(TIMEOUT_S).tokens == oracle_tokens(oracle, 1, 2)
         again = engine.submit(request_with(1, 2, oracle=oracle))
         assert again.result(TIMEOUT_S).tokens == oracle_tokens(oracle, 1, 2)
-        assert again.num_cached_tokens >= len(PROMPT) - BLOCK_SIZE
+        prompt, (begin, *_), (start, *_) = prompt_of(oracle)
+        assert again.num_cached_tokens >= len(prompt) - BLOCK_SIZE
         # The second image is another one: what is before it may be reused, and nothing of it. States are found at
         # ends of blocks, once a prompt has parted there from another one.
-        num_reused = (0, 8, 0) if decoder.state_bytes else (PLACES[4], PLACES[4], PLACES[0])
+        num_reused = (0, 8, 0) if decoder.state_bytes else (start, start, begin)
         for seeds, num in zip([(1, 3), (1, 4), (2, 1)], num_reused, strict=True):
             other = engine.submit(request_with(*seeds, oracle=oracle))
             assert other.result(TIMEOUT_S).tokens == oracle_tokens(oracle, *seeds)
@@ -186,6 +210,8 @@ class SlowTower:
         self.num_tiles = 0
         self.failure: Exception | None = None
         self._tower = tower
+
+        self.join = tower.join
 
     def encode(self, tiles: Any, levels: Any, is_over: Any) -> Any:
         for part in self._tower.encode(tiles, levels, is_over):
@@ -286,6 +312,32 @@ def test_images_that_do_not_fit_their_places_are_refused(model: tuple[Any, Any],
     request = GenerationRequest("r", PROMPT, images=(image_at(places, random_tiles(1)),))
     with Rig(model[1]) as rig, pytest.raises(RequestError, match="does not fit its places"):
         rig.engine.submit(request)
+
+
+@pytest.mark.parametrize("model", ["llava_onevision"], indirect=True)
+@pytest.mark.parametrize(
+    ("num_tiles", "places", "layout"),
+    [
+        (1, range(3, 7), None),
+        (2, range(3, 8), TileLayout()),
+        (1, range(3, 7), TileLayout()),
+        (2, range(3, 13), TileLayout(1, 1, 3, 2, 3, 2)),
+        (2, range(3, 13), TileLayout(1, 1, 2, 2, 2, 3)),
+    ],
+)
+def test_layouts_that_do_not_fit_their_places_are_refused(
+    model: tuple[Any, Any], num_tiles: int, places: range, layout: TileLayout | None
+) -> None:
+    prompt = prompt_with([1, 2, 3], len(places))
+    image = image_at(list(places), random_tiles(num_tiles), layout=layout)
+    with Rig(model[1]) as rig, pytest.raises(RequestError, match="does not fit its places"):
+        rig.engine.submit(GenerationRequest("r", prompt, images=(image,)))
+
+
+def test_models_without_marks_take_no_layouts(model: tuple[Any, Any]) -> None:
+    image = image_at(PLACES[:4], random_tiles(1), layout=TileLayout())
+    with Rig(model[1]) as rig, pytest.raises(RequestError, match="does not fit its places"):
+        rig.engine.submit(GenerationRequest("r", PROMPT, images=(image,)))
 
 
 @pytest.mark.parametrize("places", [[3, 3], [-1], [len(PROMPT)]])

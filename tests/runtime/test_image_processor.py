@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from PIL import Image
+from tests.support.vision_models import ONEVISION, theirs_of_onevision
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -206,6 +207,95 @@ def test_gemma4s_tokens_around_images_are_not_guessed() -> None:
         ImageProcessor.read({}, {"processor_class": "Gemma4Processor"}, {"image_token": "<soft>"})
 
 
+def onevision(names: dict[str, Any] | None = None, **settings: Any) -> ImageProcessor:
+    given = {"processor_class": "LlavaOnevisionProcessor", "num_image_tokens": 16, **(names or {})}
+    made = ImageProcessor.read({**ONEVISION, **settings}, given, TOKENS)
+    assert made is not None
+    return made
+
+
+ONEVISION_SIZES = [
+    *((32, 32), (31, 33), (200, 100), (101, 203), (7, 500), (500, 7), (64, 63), (96, 64), (640, 480)),
+    *((1, 1), (1, 4000), (4000, 1), (3, 2), (50, 1999), (1300, 900)),
+]
+
+
+@pytest.mark.parametrize("size", ONEVISION_SIZES)
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({}, {}),
+        ({"resample": 2, "image_mean": [0.1, 0.2, 0.3]}, {"vision_aspect_ratio": "anyres_max_1"}),
+        ({"size": {"height": 16, "width": 16}, "do_normalize": False}, {"num_image_tokens": 9}),
+    ],
+)
+def test_onevisions_tiles_and_texts_are_those_of_transformers(
+    size: tuple[int, int], settings: dict[str, Any], names: dict[str, Any]
+) -> None:
+    """Of an image alone, and of one of two."""
+    image, processor = picture(*size), onevision(names, **settings)
+    aspect_ratio = names.get("vision_aspect_ratio", "anyres_max_9")
+    theirs = theirs_of_onevision(processor.tokens_per_tile, aspect_ratio, **{**ONEVISION, **settings})
+    levels = processor.levels
+    for num in (1, 2):
+        made, expected = (
+            processor.tiles(image, num),
+            theirs.image_processor([[image] * num], return_tensors="np"),
+        )
+        values = np.stack([levels[channel][made.tiles[:, channel]] for channel in range(3)], axis=1)
+        assert np.array_equal(values, expected["pixel_values"][0])
+        text = theirs.replace_image_token(expected, 0)
+        assert processor.text(made) == text.replace("<image>", "<soft>")
+        assert processor.num_tokens(made) == text.count("<image>")
+
+
+def test_onevisions_defaults_are_those_of_transformers() -> None:
+    names = {"processor_class": "LlavaOnevisionProcessor", "num_image_tokens": 729}
+    made, theirs = ImageProcessor.read({}, names, {}), theirs_of_onevision(729, "anyres_max_9")
+    assert made is not None
+    for size in [(1000, 700), (1, 1), (5000, 40), (953, 1160)]:
+        image = Image.new("RGB", size)
+        expected = theirs.image_processor([[image]], return_tensors="np")
+        assert made.text(made.tiles(image)) == theirs.replace_image_token(expected, 0)
+
+
+def test_squares_of_onevision_are_bounded() -> None:
+    onevision().tiles(Image.new("RGB", (16_384, 1)), 2)
+    with pytest.raises(RequestError, match="16385 x 1 pixels cannot be resized"):
+        onevision().tiles(Image.new("RGB", (16_385, 1)), 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "names", "message"),
+    [
+        ({"do_resize": False}, {}, "must be resized"),
+        ({"do_center_crop": True}, {}, "not be cropped"),
+        ({"size": {"height": 32, "width": 64}}, {}, "to a square size"),
+        ({"size": {"shortest_edge": 32}}, {}, "cannot be used: .*height"),
+        ({"image_grid_pinpoints": []}, {}, "must be 1 to 256 sizes"),
+        ({"image_grid_pinpoints": [[32, 32]] * 257}, {}, "must be 1 to 256 sizes"),
+        ({"image_grid_pinpoints": [[32, 40]]}, {}, "multiples of 32 pixels up to 4096"),
+        ({"image_grid_pinpoints": [[32, 0]]}, {}, "multiples of 32 pixels"),
+        ({"image_grid_pinpoints": [[32, 8192]]}, {}, "multiples of 32 pixels"),
+        ({"image_grid_pinpoints": [[32]]}, {}, "cannot be used"),
+        ({"image_grid_pinpoints": [[4096, 4096]]}, {}, "16384 times it at most 65536"),
+        ({"image_mean": [0.5, 2.0, 0.5]}, {}, "image_mean must be numbers from 0 to 1"),
+        ({}, {"num_image_tokens": None}, "0 tokens for a tile"),
+        ({}, {"num_image_tokens": 15}, "num_image_tokens is 15, but must be the square"),
+        ({}, {"num_image_tokens": 1 << 15}, "tokens from 1 to 16384"),
+        ({}, {"vision_aspect_ratio": "pad"}, "vision_aspect_ratio is 'pad', but must be"),
+        ({}, {"vision_aspect_ratio": "anyres_max_0"}, "vision_aspect_ratio is 'anyres_max_0'"),
+        ({}, {"vision_aspect_ratio": 9}, "cannot be used"),
+        ({}, {"vision_feature_select_strategy": "default"}, "strategy is 'default', but must be 'full'"),
+    ],
+)
+def test_onevisions_settings_that_cannot_be_used_are_named(
+    settings: dict[str, Any], names: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        onevision(names, **settings)
+
+
 def test_settings_within_processor_config_json_come_first() -> None:
     made = ImageProcessor.read({}, {**NAMES, "image_processor": SETTINGS}, {"image_token": "<img>"})
     assert made == msgspec.structs.replace(ours(), placeholder="<img>", image_token="<img>")
@@ -216,7 +306,7 @@ def test_qwen3s_processor_is_qwen2_5s() -> None:
     assert ImageProcessor.read(given, {}, {"image_token": "<pad>"}) == qwen()
 
 
-@pytest.mark.parametrize("name", [None, "LlavaProcessor"])
+@pytest.mark.parametrize("name", [None, "PixtralProcessor"])
 def test_other_processors_are_none(name: str | None) -> None:
     assert ImageProcessor.read(SETTINGS, {"processor_class": name}, {}) is None
 

@@ -22,7 +22,12 @@ with warnings.catch_warnings():
     # transformers' own deprecations while it is imported are not ours to answer for
     warnings.simplefilter("ignore", DeprecationWarning)
     import transformers
+    from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+        LlavaOnevisionImageProcessorPil,
+    )
+    from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 
+from teneral.runtime.images.processor import TileLayout
 from teneral.runtime.step.images import PromptImage
 
 IMAGE_TOKEN = 262
@@ -165,10 +170,41 @@ _GEMMA4_TOKENS = {
     "audio_config": None,
 }
 _QWEN_TOKENS = {"image_token_id": IMAGE_TOKEN, "video_token_id": 319}
+# LLaVA-OneVision's sizes of grids, and its files.
+ONEVISION = {
+    "size": {"height": 32, "width": 32},
+    "image_grid_pinpoints": [[32, 32], [32, 64], [64, 32], [64, 64], [32, 96], [96, 64]],
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+}
+ONEVISION_PROCESSOR = {
+    "processor_class": "LlavaOnevisionProcessor",
+    "num_image_tokens": 16,
+    "vision_aspect_ratio": "anyres_max_2",
+}
+
+
+def theirs_of_onevision(num_tokens: int = 16, aspect_ratio: str = "anyres_max_2", **settings: Any) -> Any:
+    """transformers' processor with these settings, without a tokenizer."""
+    made = LlavaOnevisionProcessor.__new__(LlavaOnevisionProcessor)
+    made.image_processor = LlavaOnevisionImageProcessorPil(**settings)
+    made.image_token, made.vision_feature_select_strategy = "<image>", "full"
+    made.num_image_tokens, made.vision_aspect_ratio = num_tokens, aspect_ratio
+    return made
+
+
+_ONEVISION_VISION = {**_VISION, "model_type": "siglip_vision_model", "vision_use_head": False}
+_ONEVISION_WHOLE = {
+    "image_token_index": IMAGE_TOKEN,
+    "video_token_index": 319,
+    "image_grid_pinpoints": ONEVISION["image_grid_pinpoints"],
+    "vision_aspect_ratio": "anyres_max_2",
+}
 _TIED = ("gemma3", "gemma4", "gemma4_unified", "qwen3_5")  # families whose embeddings are the head's matrix
 # Of a text_config, a vision_config and the whole.
 _FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "idefics3": (_TEXT, _VISION, {"image_token_id": IMAGE_TOKEN, "scale_factor": 2}),
+    "llava_onevision": ({**_TEXT, "model_type": "qwen2"}, _ONEVISION_VISION, _ONEVISION_WHOLE),
     "gemma3": (_GEMMA3_TEXT, _VISION, {"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 4}),
     "gemma4": (_GEMMA4_TEXT, _GEMMA4_VISION, _GEMMA4_TOKENS),
     "gemma4_unified": (_UNIFIED_TEXT, _UNIFIED_VISION, _GEMMA4_TOKENS),
@@ -225,12 +261,18 @@ def prompt_with(*runs: int | list[int]) -> list[int]:
     return [token for run in runs for token in ([IMAGE_TOKEN] * run if isinstance(run, int) else list(run))]
 
 
-def image_at(places: list[int], tiles: np.ndarray, *, digest: bytes = b"one") -> PromptImage:
-    return PromptImage(digest, tiles, PLAIN_LEVELS, np.array(places, np.int64))
+def image_at(
+    places: list[int], tiles: np.ndarray, *, digest: bytes = b"one", layout: TileLayout | None = None
+) -> PromptImage:
+    return PromptImage(digest, tiles, PLAIN_LEVELS, np.array(places, np.int64), layout)
 
 
-def oracle_inputs(model: Any, prompt: Sequence[int], *tiles: np.ndarray) -> dict[str, torch.Tensor]:
-    """The arguments of a transformers model for a prompt with these tiles."""
+def oracle_inputs(
+    model: Any, prompt: Sequence[int], *tiles: np.ndarray, sizes: Sequence[tuple[int, int]] = ()
+) -> dict[str, torch.Tensor]:
+    """The arguments of a transformers model for a prompt with these tiles. Of LLaVA-OneVision, those of images of these
+    sizes (height, width), or else, if there are several, one image each.
+    """
     tokens, dtype = torch.tensor([list(prompt)]), next(model.parameters()).dtype
     types = (tokens == IMAGE_TOKEN).long()
     if model.config.model_type.removesuffix("_moe") in DYNAMIC:
@@ -248,6 +290,11 @@ def oracle_inputs(model: Any, prompt: Sequence[int], *tiles: np.ndarray) -> dict
             "mm_token_type_ids": types,
         }
     values = pixel_values(np.concatenate(tiles), dtype)
+    if model.config.model_type == "llava_onevision":
+        num = len(values[0])
+        more = {} if sizes else {"batch_num_images": torch.tensor([num])}
+        image_sizes = torch.tensor(sizes or [(32, 32)] * num)
+        return {"input_ids": tokens, "pixel_values": values[0], "image_sizes": image_sizes, **more}
     if model.config.model_type != "gemma3":
         return {"input_ids": tokens, "pixel_values": values}
     return {"input_ids": tokens, "pixel_values": values[0], "token_type_ids": types}
@@ -287,6 +334,7 @@ MARKS = {
     "gemma4": ("<|image>", "<image|>", "<|image|>", "\n\n"),
     "qwen2_5_vl": ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "\n\n"),
 }
+MARKS["llava_onevision"] = MARKS["idefics3"]
 MARKS["qwen3_vl"] = MARKS["qwen3_5"] = MARKS["qwen2_5_vl"]
 # As SmolVLM's: parts one after the other, and none of a message whose content is a text.
 TEMPLATE = (
@@ -336,6 +384,7 @@ _FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
+_FILES["llava_onevision"] = ("<image>", ONEVISION, ONEVISION_PROCESSOR)
 _FILES["qwen3_vl"] = _FILES["qwen3_5"] = (*_FILES["qwen2_5_vl"][:2], {"processor_class": "Qwen3VLProcessor"})
 
 

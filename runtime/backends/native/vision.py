@@ -9,7 +9,6 @@ import numpy as np
 from ...models.executor import Floats, TextBatch
 from ...models.fields import Norm
 from ...models.matrices import StoredProjection
-from ...models.spec import Activation
 from ...models.vision import ENTRY_NORM_EPS
 from ...tensors import from_float32, to_float32
 from .encoder import NativeEncoder
@@ -96,5 +95,5 @@ class NativeVision:
 
     def _mlp(self, inner: Projection, output: Projection, rows: Array) -> Array:
         rows = self._encoder.product(inner, rows, rows.dtype)
-        self._encoder.operations.activate(rows, None, rows, ACTIVATIONS[Activation.GELU])
+        self._encoder.operations.activate(rows, None, rows, ACTIVATIONS[self._spec.head_activation])
         return self._encoder.product(output, rows, rows.dtype)

@@ -13,7 +13,6 @@ from ..decoder_config import (
     DecoderConfig,
     LayerNames,
     LayerRotary,
-    ModelNames,
     QueryScaling,
     read_common,
     windows_by_type,
@@ -52,8 +51,7 @@ def read(config: Fields, family: str) -> DecoderConfig:
     """Raises `ModelError` naming the key that is missing, wrong or not supported."""
     if family == "llama4":
         text = read(text_fields(config, family, "llama4_text"), "llama4_text")
-        names = ModelNames(head="language_model.lm_head")
-        return replace(text, family=family, roots=("language_model.model.",), model_names=names)
+        return replace(text, family=family, roots=("language_model.model.",))
     config = config.filled({key: value for key, value in _DEFAULTS.items() if not config.states(key)})
     common = read_common(config, family, rope=partial(RopeConfig.from_fields, default_theta=5e5))
     num_layers, attention_bias = common.num_layers, config.boolean("attention_bias", default=False)

@@ -11,7 +11,15 @@ import pytest
 import torch
 from PIL import Image
 from tests.support.instances import TinyParts
-from tests.support.vision_models import PREPROCESSOR, data_url, file_of, picture, save_vision
+from tests.support.vision_models import (
+    ONEVISION,
+    PREPROCESSOR,
+    data_url,
+    file_of,
+    picture,
+    save_vision,
+    theirs_of_onevision,
+)
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
@@ -67,6 +75,39 @@ def vision(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Iterat
     parts = TinyParts.read(directory, model)
     yield parts, Oracle(model, parts.tokenizer)
     parts.tokenizer.close()
+
+
+@pytest.fixture(scope="module")
+def onevision(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Iterator[tuple[TinyParts, Any]]:
+    """A model that cuts an image into a grid of tiles where it is alone, and transformers'."""
+    directory = tmp_path_factory.mktemp("onevision")
+    model = save_vision(directory, "llava_onevision")
+    parts = TinyParts.read(directory, model)
+    yield parts, model
+    parts.tokenizer.close()
+
+
+@torch.no_grad()
+def onevision_answer(
+    vision: tuple[TinyParts, Any], prompt: str, *images: Image.Image
+) -> tuple[list[int], int]:
+    """transformers' tokens, and the number of the prompt's."""
+    parts, model = vision
+    processor = theirs_of_onevision(**ONEVISION)
+    made = processor.image_processor([list(images)], return_tensors="pt")
+    texts = [processor.replace_image_token(made, index) for index in range(len(images))]
+    pieces = prompt.split("<image>")
+    text = pieces[0] + "".join(map(str.__add__, texts, pieces[1:]))
+    tokens = parts.tokenizer.encode(text, add_special_tokens=False)
+    answer = model.generate(
+        input_ids=torch.tensor([tokens]),
+        attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
+        **made,
+        max_new_tokens=NUM_TOKENS,
+        do_sample=False,
+        eos_token_id=319,
+    )
+    return answer[0, len(tokens) :].tolist(), len(tokens)
 
 
 @pytest.fixture
@@ -129,6 +170,40 @@ async def test_a_conversation_of_several_images_and_turns(server: Any, vision: A
             prompt.replace("Compare <image> and <image>", "<image> and <image>Compare "), second, first
         )[0]
     )
+
+
+@pytest.mark.parametrize("size", [(64, 64), (20, 60), (300, 9), (1, 400), (1, 1), (200, 150)])
+async def test_an_image_alone_is_cut_into_a_grid(start: Any, onevision: Any, size: tuple[int, int]) -> None:
+    image = picture(*size)
+    expected = onevision_answer(onevision, "<|start|><|user|><image>What?<|end|><|assistant|>", image)
+    async with start(parts=onevision[0]) as server:
+        answer = await server.post("/v1/chat/completions", chat_with(image_part(image), text_part("What?")))
+        assert result_of(answer) == expected
+
+
+async def test_an_image_becomes_another_one_once_it_is_not_alone(start: Any, onevision: Any) -> None:
+    """Rows and cached keys of the one are not those of the other."""
+    first, second = picture(64, 30, seed=1), picture(40, 64, seed=2)
+    prompt = "<|start|><|user|><image>and<image>?<|end|><|assistant|>"
+    both = chat_with(image_part(first), text_part("and"), image_part(second), text_part("?"))
+    alone = chat_with(image_part(first), text_part("and?"))
+    async with start(parts=onevision[0]) as server:
+        for chat, expected in (
+            (alone, onevision_answer(onevision, prompt.replace("and<image>", "and"), first)),
+            (both, onevision_answer(onevision, prompt, first, second)),
+        ):
+            answers = [await server.post("/v1/chat/completions", chat) for _ in range(2)]
+            assert [result_of(each) for each in answers] == [expected] * 2
+            cached = [each.json["usage"]["prompt_tokens_details"]["cached_tokens"] for each in answers]
+            assert cached[0] < 16 <= cached[1]
+
+
+async def test_videos_are_refused_by_their_name(start: Any, onevision: Any) -> None:
+    async with start(parts=onevision[0]) as server:
+        part = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
+        answer = await server.post("/v1/chat/completions", chat_with(part, text_part("?")))
+    assert answer.status == 400
+    assert "messages[0].content[0] is of type 'video_url'" in answer.json["error"]["message"]
 
 
 async def test_a_second_turn_finds_the_first_in_the_cache(server: Any) -> None:

@@ -46,6 +46,7 @@ async def test_the_first_request_may_come_before_the_model(
     ("family", "tiers"),
     [
         ("idefics3", None),
+        ("llava_onevision", TierOptions(draft_bits=3)),
         ("gemma3", TierOptions(draft_bits=3)),
         ("gemma4", TierOptions(draft_bits=3)),
         ("qwen2_5_vl", TierOptions(draft_bits=3)),
@@ -71,5 +72,6 @@ async def test_a_packed_model_answers_about_an_image_that_came_before_it(
         processor = server.instance.tokenizer.result().images
         tiles = processor.tiles(picture(20, 60)).tiles
         with torch.no_grad():
-            logits = model(**oracle_inputs(model, answer["prompt_token_ids"], tiles)).logits
+            inputs = oracle_inputs(model, answer["prompt_token_ids"], tiles, sizes=[(60, 20)])
+            logits = model(**inputs).logits
         assert answer["choices"][0]["token_ids"] == [int(logits[0, -1].argmax())]

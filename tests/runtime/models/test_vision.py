@@ -36,6 +36,7 @@ from teneral.loader.tools.pack.plan import TierOptions
 from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
 from teneral.runtime.engine.sequence import Lane
 from teneral.runtime.errors import ModelError
+from teneral.runtime.images.processor import TileLayout
 from teneral.runtime.models.decoder_config import VISION_FAMILY_MODULES, DecoderConfig
 from teneral.runtime.step.batch import Epoch, Rows, build_batch, join, select
 from teneral.runtime.step.images import axes_of
@@ -50,13 +51,16 @@ def ours(model: Any) -> Any:
 
 
 def rows_of(decoder: Any, tiles: np.ndarray) -> np.ndarray:
-    return np.concatenate(list(decoder.vision.encode(tiles, PLAIN_LEVELS)))
+    parts, layout = decoder.vision.encode(tiles, PLAIN_LEVELS), None
+    if decoder.config.vision.marks:  # a tile is an image
+        layout = TileLayout()
+    return np.concatenate([decoder.vision.join([part], layout) for part in parts])
 
 
 @torch.no_grad()
 def oracle_rows(model: Any, tiles: np.ndarray) -> np.ndarray:
     inputs = oracle_inputs(model, [], tiles)
-    names = ("pixel_values", "image_grid_thw", "image_position_ids")
+    names = ("pixel_values", "image_grid_thw", "image_position_ids", "image_sizes", "batch_num_images")
     values = {key: inputs[key] for key in names if key in inputs}
     made = model.get_image_features(**values)
     features = [made.pooler_output, *(getattr(made, "deepstack_features", None) or ())]
@@ -84,7 +88,7 @@ def test_rows_of_towers_of_other_shapes(vision: dict[str, Any]) -> None:
     np.testing.assert_allclose(rows_of(ours(model), tiles), oracle_rows(model, tiles), atol=2e-4)
 
 
-@pytest.mark.parametrize("family", ["smolvlm", "gemma3", *DYNAMIC])
+@pytest.mark.parametrize("family", ["smolvlm", "llava_onevision", "gemma3", *DYNAMIC])
 def test_rows_in_bf16_are_near_those_of_transformers(family: str) -> None:
     model = tiny_vision_model(family, dtype=torch.bfloat16)
     tiles = random_tiles(2)
@@ -218,7 +222,7 @@ def test_logits_of_gemma4_are_those_of_transformers(variant: str) -> None:
     assert (np.concatenate(parts) == whole).all()
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gemma4", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["llava_onevision", "gemma3", "gemma4", "qwen3_vl"])
 def test_files_without_the_towers_tensors_are_served_as_text(family: str) -> None:
     model, tokens = tiny_vision_model(family), list(range(20))
     tensors, config = tensors_of(model), config_json(model)
@@ -448,6 +452,8 @@ PACKED: dict[str, dict[str, Any]] = {
     ("family", "kind"),
     [
         *(("idefics3", kind) for kind in PACKED),
+        ("llava_onevision", "tiers"),
+        ("llava_onevision", "int4"),
         ("gemma3", "tiers"),
         ("gemma3", "int4"),
         ("gemma4", "tiers"),

@@ -166,7 +166,9 @@ def test_the_first_chat_of_a_cold_server_imports_few_files(tmp_path: Path) -> No
 
 def chat(port: int) -> dict[str, Any]:
     """The answer of two tokens to a chat, once the server listens."""
-    body = json.dumps({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2})
+    body = json.dumps(
+        {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2, "ignore_eos": True}
+    )
     until_s = time.monotonic() + patience_s(30)
     while True:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=patience_s(30))

@@ -21,8 +21,8 @@ from tests.support.models import arrays_of
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
 from teneral.loader.errors import InsufficientMemoryError
-from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.backends.cuda.direct import encoder
+from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.errors import ModelError
 from teneral.runtime.models.build import build_model
 from teneral.runtime.models.pooling_config import POOLING_MODES
@@ -32,10 +32,9 @@ pytestmark = needs_kernels
 
 MODULES = [{"type": f"sentence_transformers.models.{kind}"} for kind in ("Transformer", "Pooling")]
 NORMALIZE = {"type": "sentence_transformers.models.Normalize"}
-# Of whose sizes the kernels take multiples of 32: `VARIANTS` has others of electra-small and albert.
 VARIANTS = (
     *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "mpnet", "nomic_bert"),
-    *("modernbert", "modernbert-biased", "xlm-roberta-xl"),
+    *("modernbert", "modernbert-biased", "xlm-roberta-xl", "albert"),
 )
 
 
@@ -95,6 +94,7 @@ def test_embeddings_in_bf16_are_near_the_native_cores(variant: str) -> None:
     assert cosines(found, native.embed(texts)).min() > 0.9995
 
 
+@pytest.mark.slow
 def test_long_texts_and_windows_are_those_of_transformers() -> None:
     own, texts = tiny("modernbert"), texts_of(LONG)
     with on_device(own) as model:

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from .....loader.device.driver.base import Driver
 from ....errors import ModelError
 from ....models.executor import Floats, TextBatch
 from ....models.matrices import EncoderWeights
@@ -22,11 +23,46 @@ from ....tensors import DType, from_float32, to_float32
 from .device import NAME, DirectDevice, memory_errors
 from .encoder_launches import EncoderArrays, EncoderKey, EncoderLaunches, modules_of_encoder
 from .memory import Array, DeviceArena
-from .program import Program
+from .program import MIN_GRAPH_STEPS, Graph, Program
 from .tables import StepTables, bucket_of
 from .workspace import Uplink
 
 _FIRST_ROWS = 512  # that there is room for from the first batch on
+
+
+class BatchProgram:
+    """The launches of batches of one size, whose layers become a graph where they come often."""
+
+    def __init__(self, driver: Driver, program: Program) -> None:
+        self._driver = driver
+        self._program = program
+        self._num_uses = 0
+        self.graph: Graph | None = None
+
+    def embed(self, stream: int) -> None:
+        self._program.launch(stream, 0, 1)
+
+    def layers(self, stream: int, first: int, end: int) -> None:
+        """[first, end) of them."""
+        of_layers = self._program.stages[1:-1]
+        if (first, end) != (0, len(of_layers)):
+            self._program.launch(stream, first + 1, end + 1)
+            return
+        self._num_uses += 1
+        if self.graph is None and self._num_uses >= MIN_GRAPH_STEPS:
+            self.graph = Program(self._driver, of_layers).graph()
+        if self.graph is not None:
+            self.graph.launch(stream)
+        else:
+            self._program.launch(stream, 1, end + 1)
+
+    def finish(self, stream: int) -> None:
+        self._program.launch(stream, len(self._program.stages) - 1)
+
+    def close(self) -> None:
+        """Not while it runs."""
+        if self.graph is not None:
+            self.graph.close()
 
 
 class EncoderWorkspace:
@@ -53,7 +89,7 @@ class EncoderWorkspace:
         )
         self._uplink = Uplink(device.driver, device.stream, 4 * self.arrays.sizes.offsets["end"])
         self._launches = EncoderLaunches(device.kernels(spec.dtype), spec, weights, self.arrays)
-        self._programs: dict[EncoderKey, Program] = {}
+        self.programs: dict[EncoderKey, BatchProgram] = {}
         self._take_angles(spec)
         if spec.position_bias is not None:
             assert weights.relative is not None
@@ -62,7 +98,7 @@ class EncoderWorkspace:
             buckets = bias_buckets(spec.position_bias, self.arrays.reach)
             self._put(self.arrays.bias, table[buckets].T * np.float32(math.log2(math.e)))
 
-    def load(self, batch: TextBatch) -> Program:
+    def load(self, batch: TextBatch) -> BatchProgram:
         """Have the batch's tables on the device; returns the program for it. Raises `ModelError` for ids that nothing
         has.
         """
@@ -74,13 +110,15 @@ class EncoderWorkspace:
         self._uplink.send(self.arrays.tables.address, address, 4 * num)
         most = self.arrays.num_rows
         key = EncoderKey(bucket_of(len(batch.tokens), most), bucket_of(len(step.spans), most), plan.many)
-        if key not in self._programs:
-            self._programs[key] = self._launches.program(key)
-        return self._programs[key]
+        if key not in self.programs:
+            self.programs[key] = BatchProgram(self._device.driver, self._launches.program(key))
+        return self.programs[key]
 
     def close(self) -> None:
         """Wait for the stream's work, and free the memory."""
         self._uplink.close()
+        for program in self.programs.values():
+            program.close()
         self._device.driver.free(self._address)
 
     def _take_angles(self, spec: EncoderSpec) -> None:
@@ -110,7 +148,7 @@ class DirectEncoder:
         self.device = device
         self._weights = weights
         self._workspace: EncoderWorkspace | None = None
-        self._under_way: tuple[TextBatch, Program] | None = None
+        self._under_way: tuple[TextBatch, BatchProgram] | None = None
         device.kernels(spec.dtype).load(modules_of_encoder(spec, weights))
 
     @memory_errors()
@@ -120,12 +158,12 @@ class DirectEncoder:
         self._check(batch)
         workspace = self._with_rows(len(batch.tokens))
         self._under_way = batch, workspace.load(batch)
-        self._program(batch).launch(self.device.stream, 0, 1)
+        self._program(batch).embed(self.device.stream)
         return batch
 
     @memory_errors()
     def layers(self, batch: TextBatch, first: int, end: int, x: TextBatch) -> TextBatch:
-        self._program(batch).launch(self.device.stream, first + 1, end + 1)
+        self._program(batch).layers(self.device.stream, first, end)
         return x
 
     @memory_errors()
@@ -133,7 +171,7 @@ class DirectEncoder:
         """Blocks until the device is done. Raises `ModelError` where numbers were too large for fp16."""
         spec, program, workspace = self.spec, self._program(batch), self._workspace
         assert workspace is not None
-        program.launch(self.device.stream, spec.num_layers + 1)
+        program.finish(self.device.stream)
         array = workspace.arrays.scores if spec.num_labels else workspace.arrays.states
         rows = np.empty((len(batch.starts) - 1, array.shape[1]), np.float32)
         self.device.read(Array(array.address, rows.shape, array.dtype), rows.ctypes.data)
@@ -157,7 +195,7 @@ class DirectEncoder:
             self._workspace.close()
         self._workspace = self._under_way = None
 
-    def _program(self, batch: TextBatch) -> Program:
+    def _program(self, batch: TextBatch) -> BatchProgram:
         assert self._under_way is not None
         assert self._under_way[0] is batch, "another batch has been begun"
         return self._under_way[1]

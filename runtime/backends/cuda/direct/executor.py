@@ -27,7 +27,7 @@ from .device import NAME, DirectDevice, memory_errors
 from .encoder import DirectEncoder
 from .launches import DecoderLaunches, modules_of
 from .memory import Array, DeviceArena
-from .program import Graph, Program
+from .program import MIN_GRAPH_STEPS, Graph, Program
 from .refusals import ordered_matrices, refusal, refusal_of_encoder
 from .storage import DirectInt8KVStorage, DirectKVStorage, DirectPool
 from .tables import ProgramKey, bucket_of, slots_of
@@ -40,8 +40,6 @@ _POOLS: dict[KVKind, type[DirectKVStorage | DirectInt8KVStorage]] = {
 }
 # Of the kernels' arithmetic: raised when a change of theirs changes a bit of a result.
 VERSION = 1
-# A decode step that came so often is worth a graph.
-MIN_GRAPH_STEPS = 8
 
 
 class Activations:

@@ -149,6 +149,25 @@ def test_pairs_have_types() -> None:
     assert np.abs(found[1] - found[0]).max() > 0.05
 
 
+def test_batches_that_come_often_become_graphs_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "MIN_GRAPH_STEPS", 3)
+    monkeypatch.setattr(encoder, "_FIRST_ROWS", 32)
+    with on_device(tiny("bert")) as model:
+        rows = [model.model.embed(texts_of(3, 9, seed=seed)) for seed in (0, 0, 0, 1, 0)]
+        (program,) = model.executor._workspace.programs.values()
+        assert program.graph is not None
+        for row in (*rows[1:3], rows[4]):
+            np.testing.assert_array_equal(row, rows[0])
+        assert (rows[3] != rows[0]).any()
+
+
+def test_layers_may_be_computed_one_by_one_as_they_arrive() -> None:
+    with on_device(tiny("bert")) as model:
+        together = model.model.embed(texts_of(3, 9))
+        model.executor.runs_layers_together = False
+        np.testing.assert_array_equal(model.model.embed(texts_of(3, 9)), together)
+
+
 @pytest.mark.parametrize("mode", POOLING_MODES)
 def test_every_pooling_is_the_native_cores(mode: str) -> None:
     own, texts = tiny("bert"), texts_of(3, 40, 1)

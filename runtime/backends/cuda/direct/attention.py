@@ -15,7 +15,7 @@ _TILE_KEYS = 64
 def attention_launches(
     kernels: Kernels, arguments: Attention, *, many: bool, num_items: int, num_merges: int
 ) -> list[KernelLaunch]:
-    """Attention of one layer over the block table, for steps of up to so many items, and items whose splits are
+    """Attention of one layer over the block table, for steps of at most `num_items`, and `num_merges` whose splits are
     folded by a launch of its own.
     """
     module = attention_module(arguments.head_dim, of_int8=bool(arguments.key_scales))

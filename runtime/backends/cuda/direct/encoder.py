@@ -66,7 +66,7 @@ class BatchProgram:
 
 
 class EncoderWorkspace:
-    """The arrays of one model, for batches of up to so many rows, and the programs over them."""
+    """The arrays of one model, for batches of at most `num_rows`, and the programs over them."""
 
     def __init__(
         self, device: DirectDevice, spec: EncoderSpec, weights: EncoderWeights, num_rows: int

@@ -19,7 +19,7 @@ SEES_ALL = 1 << 30  # a window that no context reaches
 
 
 class RowLaunches:
-    """Makes launches for up to so many rows, of which a step's counts say how many there are. Reads no weights."""
+    """Makes launches for at most `num_rows`; a step's counts have the number that there is. Reads no weights."""
 
     def __init__(self, kernels: Kernels, counts: Array, norm: Norm, norm_eps: float) -> None:
         self._kernels = kernels

@@ -16,6 +16,7 @@ import torch
 from tests.support.direct_engine import DirectModel
 from tests.support.direct_kernels import cuda, needs_double, needs_kernels
 from tests.support.encoder_families import LONG, TinyEncoder, save_encoder, tiny_encoder
+from tests.support.inspection import kv_of, workspace_of
 from tests.support.load import patience_s
 from tests.support.models import arrays_of
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
@@ -120,7 +121,7 @@ def test_a_text_alone_and_in_company_has_the_same_bits(
         np.testing.assert_array_equal(embed(texts[:3]), alone[:3])  # none of them has many pairs
         many = [*texts, *texts_of(*[30] * 8, seed=1)]
         np.testing.assert_array_equal(embed(many)[: len(texts)], alone)
-        assert model.executor._workspace.arrays.num_rows > 128  # it grew
+        assert workspace_of(model.executor).arrays.num_rows > 128  # it grew
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_batches_that_come_often_become_graphs_with_the_same_bits(monkeypatch: p
     monkeypatch.setattr(encoder, "_FIRST_ROWS", 32)
     with on_device(tiny("bert")) as model:
         rows = [model.model.embed(texts_of(3, 9, seed=seed)) for seed in (0, 0, 0, 1, 0)]
-        (program,) = model.executor._workspace.programs.values()
+        (program,) = workspace_of(model.executor).programs.values()
         assert program.graph is not None
         for row in (*rows[1:3], rows[4]):
             np.testing.assert_array_equal(row, rows[0])
@@ -315,7 +316,7 @@ def test_decoders_embed_as_transformers_does_and_the_same_in_company(
         states = [oracle.float()(input_ids=torch.tensor([text])).last_hidden_state[0] for text in texts]
     right = np.array([each[-1] if mode == "lasttoken" else each.mean(0) for each in states])
     assert cosines(found, right).min() > 0.999
-    held = model.executor._kv
+    held = kv_of(model.executor)
     model.model.embed(texts[2:])
-    assert model.executor._kv is held  # which the device's memory is not taken for again
+    assert kv_of(model.executor) is held  # which the device's memory is not taken for again
     model.close()

@@ -320,3 +320,16 @@ def test_decoders_embed_as_transformers_does_and_the_same_in_company(
     model.model.embed(texts[2:])
     assert kv_of(model.executor) is held  # which the device's memory is not taken for again
     model.close()
+
+
+@pytest.mark.slow
+def test_long_texts_see_both_ways_in_splits_of_any_step() -> None:
+    """Alone, a text's few rows of its last item are cut by keys; among others they are not."""
+    model, oracle = decoder_on_device("embeddinggemma", torch.bfloat16, "mean")
+    texts = texts_of(485, 16)
+    found = model.model.embed(texts)
+    np.testing.assert_array_equal(found, np.concatenate([model.model.embed([text]) for text in texts]))
+    with torch.no_grad():
+        states = oracle.float()(input_ids=torch.tensor(texts[:1])).last_hidden_state[0]
+    assert cosines(found[:1], states.mean(0, keepdim=True).numpy()).min() > 0.999
+    model.close()

@@ -22,6 +22,11 @@ def kv_of(engine: Any) -> Any:
     return engine._kv
 
 
+def programs_of(executor: Any) -> Any:
+    """Its programs, by the steps that they serve."""
+    return executor._programs
+
+
 def workspace_of(executor: Any) -> Any:
     """The memory that an executor on a device computes in."""
     return executor._workspace

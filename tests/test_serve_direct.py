@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from operator import mul
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,36 @@ def test_a_server_answers_without_torch_as_the_cpu_does(family: str, tmp_path: P
     expected, _, _ = answers(tmp_path / "plain", *ON_CPU)
     found, backend, log = answers(tmp_path / "packed", *ON_DEVICE)
     assert (found, backend) == (expected, "cuda")
+    assert "imported: []" in log
+
+
+def embeddings(model: Path, *flags: str) -> tuple[list[list[float]], str]:
+    """Those of some texts, and what the server wrote until its end."""
+    server = Server(model, "--name", "tiny", *flags, program=PROGRAM)
+    try:
+        texts = ["hello", "a longer one, of some more words"]
+        status, data = server.ask("POST", "/v1/embeddings", {"model": "tiny", "input": texts})
+        assert status == 200, data
+        server.process.send_signal(signal.SIGTERM)
+        _, rest = server.process.communicate(timeout=WAIT_S)
+        return [each["embedding"] for each in json.loads(data)["data"]], rest
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("bert", torch.float32), ("xlm-roberta", torch.bfloat16)], ids=str
+)
+def test_a_server_embeds_without_torch_as_the_cpu_does(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    save_tiny(family, tmp_path / "plain", dtype=dtype)
+    pack(FileStore(tmp_path / "plain"), FileStore(tmp_path / "packed"), tiers=TierOptions())
+    expected, _ = embeddings(tmp_path / "plain", *ON_CPU)
+    found, log = embeddings(tmp_path / "packed", *ON_DEVICE)
+    assert [sum(map(mul, *pair)) for pair in zip(found, expected, strict=True)] == pytest.approx(
+        [1, 1], abs=5e-4
+    )
     assert "imported: []" in log
 
 

@@ -6,6 +6,8 @@ import sys
 from dataclasses import dataclass, replace
 
 GPU_TESTS = ("tests/loader/device", "tests/runtime/backends/cuda", "tests/runtime/test_instance_on_device.py")
+DIRECT = "tests/runtime/backends/cuda/direct"
+NEWEST = f"{DIRECT}/test_encoders.py"
 ONE_LOAD = "tests/loader/device/test_cuda_load.py"
 
 
@@ -37,12 +39,11 @@ def _tests(name: str, limit_s: float, *paths: str, under: tuple[str, ...] = ()) 
     return StepPlan(name, (*under, *pytest, "--junitxml", "{junit}"), limit_s, (*pytest, "--collect-only"))
 
 
-def _direct_tests(limit_s: float) -> StepPlan:
-    """The tests of the path without torch, on the device in place of the CPU."""
-    plan = _tests("direct_tests", limit_s)
+def _direct_tests(name: str, limit_s: float, *paths: str) -> StepPlan:
+    """Tests of the path without torch, on the device in place of the CPU."""
+    plan = _tests(name, limit_s, *paths)
     command, dry = (
-        tuple("not slow" if part == "gpu" else part for part in (*own, "tests/runtime/backends/cuda/direct"))
-        for own in (plan.command, plan.dry)
+        tuple("not slow" if part == "gpu" else part for part in own) for own in (plan.command, plan.dry)
     )
     return replace(plan, command=("env", "TENERAL_TEST_CUDA=1", *command), dry=dry)
 
@@ -52,9 +53,10 @@ MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", 
 
 CALLS: dict[str, tuple[StepPlan, ...]] = {
     "A": (
+        _direct_tests("encoder_tests", 60.0, NEWEST),  # the newest first
         _benchmark("ceilings", 60.0),
         _tests("tests", 180.0, *GPU_TESTS),
-        _direct_tests(90.0),
+        _direct_tests("direct_tests", 90.0, DIRECT, f"--ignore={NEWEST}"),
         _tests("memcheck", 60.0, ONE_LOAD, "-k", "bf16 or exact", under=MEMCHECK),
         _benchmark("stored", 60.0),
         _benchmark("merge", 40.0),

@@ -93,7 +93,7 @@ class BackendChoice(Struct, frozen=True):
         if self.is_direct:
             from .cuda.direct.executor import DirectModelBackend
 
-            yield DirectModelBackend(self.direct_device())
+            yield DirectModelBackend(self.direct_device(), self.compute_dtype)
             return
         if self.device != CPU:
             self.import_torch()

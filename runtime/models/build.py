@@ -101,7 +101,7 @@ def _encoder(
     taken, stored = take_encoder(config, weights, dense_weights)
     backend, spec, computes = _first_that_can(
         backends,
-        lambda backend: backend.compute_dtype(stored, is_quantised=False),
+        lambda backend: backend.compute_dtype(stored, is_quantised=False, is_encoder=True),
         lambda computes: EncoderSpec.of(config, computes.dtype),
         lambda backend, spec: backend.refuses_encoder(spec, taken),
     )

@@ -190,7 +190,7 @@ class ExecutorFactory(Protocol):
     def name(self) -> str:
         """The backend's name in `--backend`."""
 
-    def compute_dtype(self, stored: DType, *, is_quantised: bool) -> ComputeDtype:
+    def compute_dtype(self, stored: DType, *, is_quantised: bool, is_encoder: bool = False) -> ComputeDtype:
         """Choose for weights stored so; for quantised weights, `stored` is the dtype of the
         non-integer ones.
         """

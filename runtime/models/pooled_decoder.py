@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -28,7 +27,7 @@ from .executor import ComputeDtype, Executor, Floats
 from .fields import Fields
 from .matrices import BlockMatrix, DenseMatrix, IntegerMatrix, Matrix, Projection
 from .parameters import Parameters
-from .pooling import normalize, pooled
+from .pooling import normalize, pooled, through, through_dense
 from .pooling_config import ScoreTokens, SentenceConfig, score_tokens_of, sentence_of
 from .rope_config import MAX_POSITIONS
 from .spec import Pooling
@@ -175,7 +174,7 @@ class PooledDecoder:
         if self._scores is not None and self._scores_gate is not None:
             states = self._states(texts, [[self._last(tokens)] for tokens in texts])
             self._scores_gate()
-            return _through(self._scores, states)
+            return through(self._scores, states)
         mode = Pooling(sentence.pooling)
         if mode is Pooling.LAST:
             rows = self._states(texts, [[len(tokens) - 1] for tokens in texts])
@@ -184,10 +183,7 @@ class PooledDecoder:
             rows = pooled(
                 self._states(texts, [range(len(tokens)) for tokens in texts]), starts, mode, DType.F32
             )
-        for layer, matrix in zip(sentence.dense, self._dense, strict=True):
-            rows = _through(matrix, rows)
-            if layer.activation:
-                np.tanh(rows, out=rows)
+        rows = through_dense(self._dense, [layer.activation for layer in sentence.dense], rows)
         if sentence.normalize:
             normalize(rows)
         return rows
@@ -197,7 +193,7 @@ class PooledDecoder:
         if self._score_rows is None:
             wanted = [tokens.true] if tokens.false is None else [tokens.true, tokens.false]
             self._score_rows = _rows_of_head(self._decoder.weights.head.matrices()[0], wanted)
-        logits = _through(self._score_rows, states) * np.float32(self.config.decoder.logits_scale)
+        logits = through(self._score_rows, states) * np.float32(self.config.decoder.logits_scale)
         if (cap := self.config.decoder.logit_cap) is not None:
             logits = np.float32(cap) * np.tanh(logits / np.float32(cap))
         scores: Floats = logits[:, :1] - logits[:, 1:] if tokens.false is not None else logits
@@ -284,12 +280,3 @@ def _rows_of_head(matrix: Matrix, rows: Sequence[int]) -> DenseMatrix:
     else:
         weight = to_float32(stored, matrix.weight.dtype)
     return DenseMatrix(Tensor(DType.F32, weight), None if bias is None else Tensor(DType.F32, bias))
-
-
-def _through(matrix: DenseMatrix, rows: Floats) -> Floats:
-    """rows (N, num_in) → (N, num_out) fp32, one by one: a row's bits must not depend on the others."""
-    weight = to_float32(matrix.weight.on_host(), matrix.weight.dtype)
-    out: npt.NDArray[np.float32] = np.stack([weight @ row for row in rows])
-    if matrix.bias is not None:
-        out += to_float32(matrix.bias.on_host(), matrix.bias.dtype)
-    return out

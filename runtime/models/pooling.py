@@ -9,16 +9,21 @@ import numpy as np
 
 from ..step.batch import Int64s
 from ..tensors import DType, to_float32
-from .spec import Pooling
+from .spec import Activation, Pooling
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any
 
     import numpy.typing as npt
 
+    from .matrices import DenseMatrix
+
     Array = npt.NDArray[Any]
     Floats = npt.NDArray[np.float32]
 
+# Of layers behind an embedding that are computed on the host.
+HOST_ACTIVATIONS = (Activation.TANH, Activation.RELU)
 _SMALLEST_NORM = np.float32(1e-12)  # of an embedding that is divided by it
 
 
@@ -59,3 +64,23 @@ def normalize(rows: Floats) -> None:
     """Scales each row to unit length, in place."""
     for number, row in enumerate(rows):  # one by one: a sum must not depend on how many there are
         rows[number] = row / max(np.sqrt((row * row).sum()), _SMALLEST_NORM)
+
+
+def through(matrix: DenseMatrix, rows: Floats) -> Floats:
+    """rows (N, num_in) → (N, num_out) fp32, one by one: a row's bits must not depend on the others."""
+    weight = to_float32(matrix.weight.on_host(), matrix.weight.dtype)
+    out: npt.NDArray[np.float32] = np.stack([weight @ row for row in rows])
+    if matrix.bias is not None:
+        out += to_float32(matrix.bias.on_host(), matrix.bias.dtype)
+    return out
+
+
+def through_dense(matrices: Sequence[DenseMatrix], activations: Sequence[str | None], rows: Floats) -> Floats:
+    """Embeddings through the layers behind them, whose activations are none or among `HOST_ACTIVATIONS`."""
+    for matrix, activation in zip(matrices, activations, strict=True):
+        rows = through(matrix, rows)
+        if activation == Activation.TANH:
+            np.tanh(rows, out=rows)
+        elif activation == Activation.RELU:
+            np.maximum(rows, 0, out=rows)
+    return rows

@@ -69,7 +69,7 @@ class DistanceTables:
         if spec.position_bias is not None:
             self.reach = _grown(reach)
             assert self._weights.relative is not None
-            table = to_float32(self._weights.relative.array, self._weights.relative.dtype)
+            table = to_float32(self._weights.relative.on_host(), self._weights.relative.dtype)
             self.bias = np.ascontiguousarray(table[bias_buckets(spec.position_bias, self.reach)].T)
         elif spec.disentangled is not None:
             self.reach = _grown(reach)

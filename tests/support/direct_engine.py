@@ -72,14 +72,20 @@ class OrderedDevice(SimulatedDevice):
 class DirectModel:
     """A model on the device. Frees its memory when it is closed."""
 
-    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """`tensors` on the host."""
+    def __init__(
+        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, dtype: str = "auto", **files: Any
+    ) -> None:
+        """`tensors` on the host; `files` as `build_model` takes them."""
         self.device = open_device()
         self._taken: list[int] = []
-        made = build_model(config, DictWeights(self._put(tensors)), [DirectModelBackend(self.device)])
-        assert isinstance(made, Decoder)
-        self.decoder = made
-        self.executor: Any = made.executor
+        backend, weights = DirectModelBackend(self.device, dtype), DictWeights(self._put(tensors))
+        self.model: Any = build_model(config, weights, [backend], **files)
+        self.executor: Any = self.model.executor
+
+    @property
+    def decoder(self) -> Decoder:
+        assert isinstance(self.model, Decoder)
+        return self.model
 
     @classmethod
     def of(cls, oracle: Any) -> DirectModel:

@@ -1,9 +1,9 @@
-"""Tokens of a model directory by the direct path, in a process that has no torch.
+"""Tokens or embeddings of a model directory by the direct path, in a process that has no torch.
 
     python -m tests.support.direct_program FOLDER NUM_TOKENS
 
-Reads prompts, a JSON list of lists of tokens, from its standard input; writes their answers and the modules that it has
-imported.
+Reads prompts, a JSON list of lists of tokens, from its standard input; writes their answers, of an encoder their
+embeddings, and the modules that it has imported.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tests.support.direct_engine import DirectModel, DirectRig
 
+from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.tensors import DType, Tensor
 
 
@@ -37,8 +39,12 @@ def main() -> None:
     prompts = json.loads(sys.stdin.read())
     config = json.loads((folder / "config.json").read_text())
     model = DirectModel(config, tensors_of(folder / "model.safetensors"))
-    with DirectRig(model) as rig:
-        answers = rig.say(prompts, num_tokens)
+    answers: Any
+    if isinstance(model.model, Decoder):
+        with DirectRig(model) as rig:
+            answers = rig.say(prompts, num_tokens)
+    else:
+        answers = model.model.embed(prompts).tolist()
     model.close()
     sys.stdout.write(json.dumps({"answers": answers, "modules": sorted(sys.modules)}))
 

@@ -48,7 +48,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "electra": ("electra", {**_COMMON, "embedding_size": 64, "type_vocab_size": 2}),
     "electra-small": ("electra", {**_COMMON, "embedding_size": 40, "type_vocab_size": 2}),
-    "albert": ("albert", {**_COMMON, "embedding_size": 24, "num_hidden_groups": 2, "hidden_act": "gelu_new"}),
+    "albert": ("albert", {**_COMMON, "embedding_size": 32, "num_hidden_groups": 2, "hidden_act": "gelu_new"}),
     "xlm-roberta-xl": (
         "xlm-roberta-xl",
         {**_COMMON, "type_vocab_size": 1, "pad_token_id": 1, "max_position_embeddings": 98},

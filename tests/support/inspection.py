@@ -18,8 +18,18 @@ def capacity_of(engine: Any) -> Any:
 
 
 def kv_of(engine: Any) -> Any:
-    """Its storage of keys and values."""
+    """Its storage of keys and values; also of an executor on a device."""
     return engine._kv
+
+
+def programs_of(executor: Any) -> Any:
+    """Its programs, by the steps that they serve."""
+    return executor._programs
+
+
+def workspace_of(executor: Any) -> Any:
+    """The memory that an executor on a device computes in."""
+    return executor._workspace
 
 
 def backend_of(engine: Any) -> Any:

@@ -70,7 +70,7 @@ class ToyBackend:
 
     name = "toy"
 
-    def compute_dtype(self, stored: DType, *, is_quantised: bool) -> ComputeDtype:
+    def compute_dtype(self, stored: DType, *, is_quantised: bool, is_encoder: bool = False) -> ComputeDtype:
         return ComputeDtype(stored, DType.F32, "toys compute in fp32")
 
     def refuses_decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> str | None:

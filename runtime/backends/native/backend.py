@@ -43,7 +43,7 @@ class NativeBackend:
         if self._library is not None and threads is not None:
             self._library.functions.tn_set_threads(threads)
 
-    def compute_dtype(self, stored: DType, *, is_quantised: bool) -> ComputeDtype:
+    def compute_dtype(self, stored: DType, *, is_quantised: bool, is_encoder: bool = False) -> ComputeDtype:
         if self._asked != "auto":
             return ComputeDtype(stored, DType.of_label(self._asked), "it was requested")
         chosen = _COMPUTED_IN.get(stored, stored)

@@ -23,7 +23,7 @@ class TorchBackend:
         """Without a policy, everything is computed in the dtype of the stored weights."""
         self._policy = policy
 
-    def compute_dtype(self, stored: DType, *, is_quantised: bool) -> ComputeDtype:
+    def compute_dtype(self, stored: DType, *, is_quantised: bool, is_encoder: bool = False) -> ComputeDtype:
         if self._policy is None:
             return ComputeDtype(stored, stored, "as stored")
         return self._policy.choose(stored, is_quantised=is_quantised)

@@ -18,15 +18,16 @@ _ADDRESS, _U32, _I64, _F32, _F64 = (
 class Embed(ctypes.Structure):
     _fields_ = (
         *fields(_ADDRESS, "table table_scale tokens out counts"),
-        *fields(_U32, "size group scale_kind"),
+        *fields(_ADDRESS, "type_table types position_table positions"),
+        *fields(_U32, "size group scale_kind table_kind first_position"),
         ("scale", _F32),
     )
 
 
 class NormRows(ctypes.Structure):
     _fields_ = (
-        *fields(_ADDRESS, "x weight out rows counts"),
-        *fields(_U32, "count size x_stride out_stride weight_kind kind"),
+        *fields(_ADDRESS, "x weight bias out rows counts"),
+        *fields(_U32, "count size x_stride out_stride weight_kind bias_kind kind"),
         ("eps", _F32),
     )
 
@@ -53,7 +54,11 @@ class PlaceHeads(ctypes.Structure):
 
 
 class Gate(ctypes.Structure):
-    _fields_ = (*fields(_ADDRESS, "product out counts"), *fields(_U32, "count size kind"))
+    _fields_ = (*fields(_ADDRESS, "product out counts"), *fields(_U32, "count size kind is_open"))
+
+
+class PoolRows(ctypes.Structure):
+    _fields_ = (*fields(_ADDRESS, "x out starts lengths counts"), *fields(_U32, "size kind is_narrow"))
 
 
 class Product(ctypes.Structure):
@@ -137,9 +142,9 @@ class Attention(ctypes.Structure):
         ),
         *fields(
             _ADDRESS,
-            "starts lengths contexts table_starts blocks counts",
+            "starts lengths contexts table_starts blocks counts bias",
         ),
-        *fields(_U32, "num_heads num_kv_heads head_dim block_size window"),
+        *fields(_U32, "num_heads num_kv_heads head_dim block_size window ahead reach"),
         *fields(_F32, "scale cap"),
     )
 

@@ -6,32 +6,32 @@ from .....loader.device.driver.base import KernelLaunch
 from .arguments import Attention
 from .program import Kernels
 from .sources import attention_module, padded_dim
-from .tables import FEW_PAIRS, MANY_PAIRS, ProgramKey
+from .tables import FEW_PAIRS, MANY_PAIRS
 
 _THREADS = 128
 _TILE_KEYS = 64
 
 
 def attention_launches(
-    kernels: Kernels, arguments: Attention, key: ProgramKey, *, max_spans: int
+    kernels: Kernels, arguments: Attention, *, many: bool, num_items: int, num_merges: int
 ) -> list[KernelLaunch]:
-    """Attention of one layer over the block table, for steps that fit `key`."""
+    """Attention of one layer over the block table, for steps of at most `num_items`, and `num_merges` whose splits are
+    folded by a launch of its own.
+    """
     module = attention_module(arguments.head_dim, of_int8=bool(arguments.key_scales))
-    dim, num_pairs = padded_dim(arguments.head_dim), MANY_PAIRS if key.many else FEW_PAIRS
-    group = arguments.num_heads // arguments.num_kv_heads
+    dim, num_pairs = padded_dim(arguments.head_dim), MANY_PAIRS if many else FEW_PAIRS
     num_kv_heads = arguments.num_kv_heads
     launches = [
         kernels.launch(
             module,
             f"{module}_{num_pairs}",
-            (key.num_items(group, max_spans), num_kv_heads),
+            (num_items, num_kv_heads),
             _THREADS,
             arguments,
             shared_bytes=shared_bytes(dim, num_pairs),
         )
     ]
-    if key.slots:
-        num_merges = min(key.rows * -(-group // FEW_PAIRS), key.slots)
+    if num_merges:
         launches.append(
             kernels.launch(module, "merge_splits", (num_merges, num_kv_heads), _THREADS, arguments)
         )

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from .....loader.device.driver.base import CudaError
-from .....loader.errors import InsufficientMemoryError
 from ....errors import DeviceLostError
 from ....step.backend import BackendDeviceStatistics, BackendOptions, OnLayer
 from ....step.batch import Rows, StepBatch, build_batch
 from ....step.state import Chosen, SamplingState
+from .device import memory_errors
 from .executor import DirectExecutor, Logits
 from .sampler import TokenSampler
 from .storage import DirectPool
@@ -23,10 +23,6 @@ from .workspace import WorkspaceLimits
 
 if TYPE_CHECKING:
     from ....models.decoder import Decoder
-
-
-class OutOfMemoryError(InsufficientMemoryError):
-    """The device's memory ran out in a step, which may be tried again with less."""
 
 
 class DirectBackend:
@@ -108,10 +104,9 @@ class DirectBackend:
     @contextmanager
     def _translated_errors(self) -> Iterator[None]:
         try:
-            yield
+            with memory_errors():
+                yield
         except CudaError as error:
-            if error.is_out_of_memory:
-                raise OutOfMemoryError(error.message, hint=error.hint) from None
             if error.is_lost:
                 raise DeviceLostError(error.message, hint=error.hint) from error
             raise

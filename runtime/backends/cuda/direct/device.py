@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from .....loader.device.detect import index_of
@@ -10,13 +11,32 @@ from .....loader.device.driver.base import (
     CAPABILITY_MAJOR,
     CAPABILITY_MINOR,
     NUM_PROCESSORS,
+    CudaError,
     Driver,
 )
 from .....loader.device.driver.open import open_driver
+from .....loader.errors import InsufficientMemoryError
 from ....tensors import DType
 from .compile import CompiledKernels
 from .memory import Array
 from .program import Kernels, KernelSource
+
+NAME = "cuda"  # of executors
+
+
+class OutOfMemoryError(InsufficientMemoryError):
+    """The device's memory ran out in a step, which may be tried again with less."""
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise `OutOfMemoryError` for the driver's error."""
+    try:
+        yield
+    except CudaError as error:
+        if error.is_out_of_memory:
+            raise OutOfMemoryError(error.message, hint=error.hint) from None
+        raise
 
 
 def open_direct_device(name: str, folders: Sequence[Path]) -> DirectDevice:

@@ -24,24 +24,23 @@ from ....models.spec import DecoderSpec, EncoderSpec
 from ....step.batch import Int64s, StepBatch
 from ....tensors import DType, to_float32
 from .adapters import DeviceAdapters
-from .device import DirectDevice
+from .device import NAME, DirectDevice, memory_errors
+from .encoder import DirectEncoder
 from .launches import DecoderLaunches, modules_of
 from .memory import Array, DeviceArena
-from .program import Graph, Program
-from .refusals import ordered_matrices, refusal
+from .program import MIN_GRAPH_STEPS, Graph, Program
+from .refusals import ordered_matrices, refusal, refusal_of_encoder
 from .storage import DirectInt8KVStorage, DirectKVStorage, DirectPool
 from .tables import ProgramKey, bucket_of, slots_of
 from .workspace import StepArrays, Workspace, WorkspaceLimits, size_of
 
-NAME = "cuda"
+AUTO = "auto"
 _POOLS: dict[KVKind, type[DirectKVStorage | DirectInt8KVStorage]] = {
     KVKind.MODEL: DirectKVStorage,
     KVKind.INT8: DirectInt8KVStorage,
 }
 # Of the kernels' arithmetic: raised when a change of theirs changes a bit of a result.
 VERSION = 1
-# A decode step that came so often is worth a graph.
-MIN_GRAPH_STEPS = 8
 
 
 class Activations:
@@ -111,6 +110,7 @@ class DirectExecutor:
         self._to_check = ordered_matrices(weights)  # before they are first used
         self._kernels = device.kernels(spec.dtype)
         self._kv: DirectPool | None = None
+        self._is_opened_alone = False  # without an engine
         self._workspace: Workspace | None = None
         self._launches: DecoderLaunches | None = None
         self._adapters: DeviceAdapters | None = None  # from the first step on that has some
@@ -148,6 +148,7 @@ class DirectExecutor:
         """Take the memory for steps over this pool. Raises `CudaError` where it is not there."""
         self.close()
         self._kv = kv
+        self._is_opened_alone = False
         self._kernels.load(self.modules)
         self._workspace = Workspace(self.device, self.spec, limits, kv)
         self._launches = DecoderLaunches(self._kernels, self._weights, self._workspace, kv)
@@ -185,6 +186,7 @@ class DirectExecutor:
 
     # -- a pass, stage by stage ------------------------------------------------------------------------------
 
+    @memory_errors()
     def embed(self, batch: StepBatch) -> Activations:
         workspace = self._opened()
         self._evict()
@@ -199,6 +201,7 @@ class DirectExecutor:
         assert kv is self._kv, "the executor was opened for another pool"
         return DirectStep(batch)
 
+    @memory_errors()
     def layers(self, step: DirectStep, first: int, end: int, x: Activations) -> Activations:
         self._check(first, end)
         self._fetch(x)
@@ -208,11 +211,14 @@ class DirectExecutor:
         self._program(key).launch(self.device.stream, first + 1, end + 1)
         return x
 
+    @memory_errors()
     def logits(self, x: Activations, rows: Int64s) -> Logits:
         """Valid until the next call."""
         workspace = self._opened()
         logits = workspace.arrays.logits
         shape = (len(rows), logits.shape[1])
+        if len(rows) > logits.shape[0]:
+            raise ModelError(f"{len(rows)} rows of logits are more than the {logits.shape[0]} that have room")
         if len(rows):
             self._check(self.spec.num_layers, self.spec.num_layers + 1)
             self._fetch(x)
@@ -220,6 +226,7 @@ class DirectExecutor:
             self._head(len(rows)).launch(self.device.stream)
         return Logits(self.device, Array(logits.address, shape, logits.dtype))
 
+    @memory_errors()
     def states(self, x: Activations, rows: Int64s) -> Floats:
         """Blocks until the device is done."""
         workspace, dtype = self._opened(), self.spec.dtype
@@ -273,9 +280,20 @@ class DirectExecutor:
 
     # -- keys and values -------------------------------------------------------------------------------------
 
+    @memory_errors()
     def new_kv(self, num_blocks: int, block_size: int, kind: KVKind) -> DirectPool:
-        """Raises `CudaError` where the memory is not there."""
+        """Closes the pool before it, whose content is lost; without an engine, it is that one again where it has the
+        room. Raises `OutOfMemoryError` and `CudaError`.
+        """
+        held = self._kv
+        if held is not None and self._is_opened_alone and held.is_open:
+            is_alike = type(held) is _POOLS[kind] and held.block_size == block_size
+            if is_alike and held.num_blocks >= num_blocks:
+                return held
         self.close()
+        if held is not None:
+            held.close()
+        self._kv = None
         self._kv = _POOLS[kind](self.spec.kv_shape(num_blocks, block_size), self.device)
         return self._kv
 
@@ -285,12 +303,11 @@ class DirectExecutor:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _opened(self) -> Workspace:
-        """The workspace; of the usual limits, where `open` has named none."""
+        """The workspace; for passes without an engine, where `open` has named no limits."""
         if self._workspace is None:
             assert self._kv is not None, "the executor has no pool"
-            self.open(
-                self._kv, WorkspaceLimits(max_context=self.spec.max_context, block_size=self._kv.block_size)
-            )
+            self.open(self._kv, WorkspaceLimits.alone(self.spec, self._kv.block_size))
+            self._is_opened_alone = True
         assert self._workspace is not None
         return self._workspace
 
@@ -327,7 +344,7 @@ class DirectExecutor:
         return self._programs[key]
 
     def _head(self, num_logits: int) -> Program:
-        bucket = bucket_of(num_logits, self._opened().arrays.logits.shape[0])
+        bucket = bucket_of(num_logits, self._opened().arrays.scored.shape[0])
         if bucket not in self._heads:
             assert self._launches is not None
             self._heads[bucket] = self._launches.head(bucket)
@@ -387,24 +404,32 @@ class DirectExecutor:
 
 
 class DirectModelBackend:
-    """An `ExecutorFactory` for weights on a device. Computes in the dtype of the stored weights."""
+    """An `ExecutorFactory` for weights on a device, which computes in 16 bits."""
 
     name = NAME
 
-    def __init__(self, device: DirectDevice) -> None:
+    def __init__(self, device: DirectDevice, asked: str = AUTO) -> None:
+        """`asked` is AUTO, or the name of a dtype to compute in."""
         self._device = device
+        self._asked = asked
 
-    def compute_dtype(self, stored: DType, *, is_quantised: bool) -> ComputeDtype:
-        return ComputeDtype(stored, stored, "as stored")
+    def compute_dtype(self, stored: DType, *, is_quantised: bool, is_encoder: bool = False) -> ComputeDtype:
+        """As stored, or of fp32: encoders in fp16, which their numbers fit, decoders in bf16."""
+        if self._asked != AUTO:
+            return ComputeDtype(stored, DType.of_label(self._asked), "it was requested")
+        if stored is not DType.F32:
+            return ComputeDtype(stored, stored, "as stored")
+        dtype = DType.F16 if is_encoder else DType.BF16
+        return ComputeDtype(stored, dtype, "a device's matrix instruction takes 16 bits")
 
     def refuses_decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> str | None:
         return refusal(spec, weights)
 
     def refuses_encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> str | None:
-        return "the device's direct path computes no encoders"
+        return refusal_of_encoder(spec, weights)
 
     def decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> DirectExecutor:
         return DirectExecutor(spec, weights, self._device)
 
-    def encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> Any:
-        raise ModelError("the device's direct path computes no encoders")
+    def encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> DirectEncoder:
+        return DirectEncoder(spec, weights, self._device)

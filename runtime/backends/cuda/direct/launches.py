@@ -7,24 +7,21 @@ import math
 from .....loader.device.driver.base import KernelLaunch
 from ....models.adapter import AdapterPlace
 from ....models.decoder_config import LayerRotary
-from ....models.matrices import DecoderLayerWeights, DecoderWeights, Projection, Tensor
+from ....models.matrices import DecoderLayerWeights, DecoderWeights, Tensor
 from ....models.spec import DecoderSpec
 from .adapters import DeviceAdapters
-from .arguments import AddRows, Attention, Embed, Gate, NormRows, PlaceHeads, ScaleLogits
+from .arguments import AddRows, Attention, Embed, PlaceHeads, ScaleLogits
 from .attention import attention_launches
 from .experts import ExpertLaunches, formats_of_experts
 from .memory import Array
-from .products import WEIGHT_KINDS, Mode, Output, format_of, matrices_of, product_launch
+from .products import WEIGHT_KINDS, Mode, Output, format_of, matrices_of
 from .program import Kernels, Program
-from .refusals import ACTIVATIONS, NORMS, projections_of
+from .refusals import NORMS, projections_of
+from .row_launches import HEAD_THREADS, HEADS_PER_BLOCK, SEES_ALL, THREADS, RowLaunches
 from .sources import BLOCKS, CHOOSE, EXPERTS, ROWS, attention_module, product_module
 from .storage import DirectPool
 from .tables import ProgramKey
 from .workspace import Workspace
-
-SEES_ALL = 1 << 30  # a window that no context reaches
-_THREADS = 256
-_HEAD_THREADS, _HEADS_PER_BLOCK = 128, 4
 
 
 def modules_of(spec: DecoderSpec, weights: DecoderWeights, *, of_int8: bool = False) -> tuple[str, ...]:
@@ -42,19 +39,19 @@ def modules_of(spec: DecoderSpec, weights: DecoderWeights, *, of_int8: bool = Fa
     )
 
 
-class DecoderLaunches:
+class DecoderLaunches(RowLaunches):
     """Makes the launches of one model over one workspace and pool. Reads no weights."""
 
     def __init__(
         self, kernels: Kernels, weights: DecoderWeights, workspace: Workspace, kv: DirectPool
     ) -> None:
-        self._kernels = kernels
         self._weights = weights
-        self._spec = workspace.spec
+        self._spec = spec = workspace.spec
         self._workspace = workspace
         self._arrays = workspace.arrays
         self._kv = kv
-        self._counts = Array(self._table("counts"), (1,), workspace.arrays.tables.dtype)
+        counts = Array(self._table("counts"), (1,), workspace.arrays.tables.dtype)
+        super().__init__(kernels, counts, spec.norm, spec.norm_eps)
         self._adds_apart = self._spec.output_norms or self._spec.residual_scale != 1
         self.adapters: DeviceAdapters | None = None  # which programs need whose key `is_adapted`
         self._experts: ExpertLaunches | None = None
@@ -92,8 +89,8 @@ class DecoderLaunches:
                 scale=spec.logits_scale,
                 cap=spec.logit_cap or 0,
             )
-            grid = num_logits, -(-spec.vocab_size // _THREADS)
-            products.append(self._kernels.launch(ROWS, "scale_logits", grid, _THREADS, scaling))
+            grid = num_logits, -(-spec.vocab_size // THREADS)
+            products.append(self._kernels.launch(ROWS, "scale_logits", grid, THREADS, scaling))
         return Program(self._kernels.driver, [[norm], products])
 
     def _embed(self, key: ProgramKey) -> list[KernelLaunch]:
@@ -108,9 +105,10 @@ class DecoderLaunches:
             size=spec.hidden_size,
             group=spec.hidden_size // scale.shape[1] if scale is not None else spec.hidden_size,
             scale_kind=WEIGHT_KINDS[scale.dtype] if scale is not None else 0,
+            table_kind=WEIGHT_KINDS.get(table.weight.dtype, 0),
             scale=spec.embedding_scale,
         )
-        return [self._kernels.launch(ROWS, "embed", (key.rows,), _THREADS, arguments)]
+        return [self._kernels.launch(ROWS, "embed", (key.rows,), THREADS, arguments)]
 
     def _layer(self, number: int, key: ProgramKey) -> list[KernelLaunch]:
         layer, arrays, spec = self._weights.layers[number], self._arrays, self._spec
@@ -142,7 +140,7 @@ class DecoderLaunches:
         launches = [
             *self._product(layer.gate_up, x, inner, rows),
             *self._adapt(AdapterPlace.GATE_UP, number, x, inner, key),
-            self._gate(inner, active, rows),
+            self._gate(inner, active, rows, self._spec.activation),
         ]
         return launches, active
 
@@ -161,7 +159,13 @@ class DecoderLaunches:
         return [
             *self._product(layer.router, x, arrays.scores, rows, Mode.STORE_WIDE),
             *mixture.up(number, x, rows),
-            self._gate(arrays.inner, arrays.active, mixture.num_pairs(rows), Output.PAIRS),
+            self._gate(
+                arrays.inner,
+                arrays.active,
+                mixture.num_pairs(rows),
+                self._spec.activation,
+                output=Output.PAIRS,
+            ),
             *shared,
             *mixture.down(number, out, rows, adds=not self._adds_apart),
             *([self._add_rows(layer.mlp_output_norm, rows)] if self._adds_apart else []),
@@ -178,17 +182,6 @@ class DecoderLaunches:
         return self.adapters.launches(
             self._kernels, self._table("adapters"), x, out, self._counts, key.rows, site
         )
-
-    def _gate(self, inner: Array, active: Array, rows: int, output: Output = Output.ROWS) -> KernelLaunch:
-        gate = Gate(
-            product=inner.address,
-            out=active.address,
-            counts=self._counts.address,
-            count=output,
-            size=active.shape[1],
-            kind=ACTIVATIONS[self._spec.activation.value],
-        )
-        return self._kernels.launch(ROWS, "gate", (rows, -(-active.shape[1] // _THREADS)), _THREADS, gate)
 
     def _input(self, norm: Tensor | None, rows: int) -> tuple[list[KernelLaunch], Array]:
         """The launches that make the input of attention or of the MLP, and where it is then."""
@@ -228,63 +221,7 @@ class DecoderLaunches:
             eps=spec.norm_eps,
             scale=spec.residual_scale,
         )
-        return self._kernels.launch(ROWS, "add_rows", (rows,), _THREADS, adding)
-
-    def _norm(
-        self,
-        weight: Tensor,
-        x: Array,
-        out: Array,
-        num_rows: int,
-        *,
-        rows: int = 0,
-        output: Output = Output.ROWS,
-    ) -> KernelLaunch:
-        arguments = NormRows(
-            x=x.address,
-            weight=weight.array.address,
-            out=out.address,
-            rows=rows,
-            counts=self._counts.address,
-            count=output,
-            size=weight.shape[0],
-            x_stride=x.shape[1],
-            out_stride=out.shape[1],
-            weight_kind=WEIGHT_KINDS[weight.dtype],
-            kind=NORMS.index(self._spec.norm),
-            eps=self._spec.norm_eps,
-        )
-        return self._kernels.launch(ROWS, "norm_rows", (num_rows,), _THREADS, arguments)
-
-    def _product(
-        self,
-        projection: Projection,
-        x: Array,
-        out: Array,
-        bucket: int,
-        mode: Mode = Mode.STORE,
-        output: Output = Output.ROWS,
-    ) -> list[KernelLaunch]:
-        """Matrices of one input write side by side."""
-        launches: list[KernelLaunch] = []
-        column = 0
-        for matrix in matrices_of(projection):
-            launches.append(
-                product_launch(
-                    self._kernels,
-                    matrix,
-                    x,
-                    out,
-                    self._counts,
-                    bucket=bucket,
-                    column=column,
-                    mode=mode,
-                    output=output,
-                )
-            )
-            column += matrix.num_out
-        assert column == out.shape[1]
-        return launches
+        return self._kernels.launch(ROWS, "add_rows", (rows,), THREADS, adding)
 
     def _place_heads(self, layer: DecoderLayerWeights, number: int, rows: int) -> list[KernelLaunch]:
         spec, arrays = self._spec, self._arrays
@@ -317,8 +254,8 @@ class DecoderLaunches:
             eps=spec.norm_eps,
         )
         num_heads = spec.num_heads + 2 * spec.num_kv_heads
-        grid = rows, -(-num_heads // _HEADS_PER_BLOCK)
-        return [*launches, self._kernels.launch(ROWS, "place_heads", grid, _HEAD_THREADS, arguments)]
+        grid = rows, -(-num_heads // HEADS_PER_BLOCK)
+        return [*launches, self._kernels.launch(ROWS, "place_heads", grid, HEAD_THREADS, arguments)]
 
     def _angles(self, number: int) -> tuple[int, int]:
         """The tables of cosines and sines of a layer; zeros: its heads are not rotated."""
@@ -331,7 +268,9 @@ class DecoderLaunches:
 
     def _attention(self, number: int, key: ProgramKey) -> list[KernelLaunch]:
         spec, arrays = self._spec, self._arrays
-        cap = spec.score_cap or 0.0
+        cap, window, ahead = spec.score_cap or 0.0, spec.windows[number] or SEES_ALL, 0
+        if spec.is_bidirectional:  # of tokens to each side
+            window, ahead = window + 1, window
         arguments = Attention(
             heads=arrays.heads.address,
             **self._kv.of_layer(number)._asdict(),
@@ -347,11 +286,19 @@ class DecoderLaunches:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             block_size=self._kv.block_size,
-            window=spec.windows[number] or SEES_ALL,
+            window=window,
+            ahead=ahead,
             scale=spec.attention_scale / cap if cap else spec.attention_scale * math.log2(math.e),
             cap=cap * math.log2(math.e),
         )
-        return attention_launches(self._kernels, arguments, key, max_spans=self._workspace.limits.max_spans)
+        group = spec.num_heads // spec.num_kv_heads
+        return attention_launches(
+            self._kernels,
+            arguments,
+            many=key.many,
+            num_items=key.num_items(group, self._workspace.limits.max_spans),
+            num_merges=key.num_merges(group),
+        )
 
     def _table(self, name: str) -> int:
         return self._arrays.table(self._workspace.offsets[name])

@@ -135,8 +135,8 @@ def format_of(matrix: Matrix, dtype: DType) -> str | None:
     if matrix.weight.array.address % _ALIGNMENT_BYTES:
         return None
     if type(matrix) is DenseMatrix:
-        is_taken = matrix.weight.dtype is dtype and matrix.num_in % _CHUNK == 0
-        return "float" if is_taken else None
+        names = {dtype: "float", DType.F32: "wide"}
+        return names.get(matrix.weight.dtype) if matrix.num_in % _CHUNK == 0 else None
     if type(matrix) is Float8Matrix:
         columns = min(matrix.block[1], matrix.num_in)
         is_whole = matrix.num_in % columns == 0 and columns % _CHUNK == 0

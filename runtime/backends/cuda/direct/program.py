@@ -15,6 +15,8 @@ from ....tensors import DType
 from .sources import KernelModule
 
 Grid = tuple[int, ...]
+# A step that came so often is worth a graph.
+MIN_GRAPH_STEPS = 8
 
 
 class KernelSource(Protocol):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from ....models.executor import Accepts, any_value, one_of, refusal_of
+from ....models.executor import SIZES, Accepts, any_value, one_of, refusal_of
 from ....models.fields import Norm
 from ....models.gptq_awq import GptqAwqMatrix
-from ....models.matrices import DecoderLayerWeights, DecoderWeights, Projection
-from ....models.spec import DecoderSpec
+from ....models.matrices import DecoderLayerWeights, DecoderWeights, EncoderWeights, Projection
+from ....models.pooling import HOST_ACTIVATIONS
+from ....models.spec import DecoderSpec, EncoderSpec
 from ....tensors import DType
 from ..implemented import IMPLEMENTED
 from .experts import MAX_CHOSEN, MAX_EXPERTS, refusal_of_experts
@@ -16,7 +17,7 @@ from .products import WEIGHT_KINDS, format_of, matrices_of
 from .sources import DTYPES, HEAD_DIMS
 
 NORMS = (Norm.RMS, Norm.RMS_WIDE, Norm.RMS_PLUS_ONE, Norm.LAYER)  # as the kernels number them
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "tanh": 4}
 _EIGHT = 8  # numbers that are read at once
 
 FEATURES: dict[str, Accepts] = {
@@ -42,12 +43,48 @@ FEATURES: dict[str, Accepts] = {
     "head_dim": lambda dim: dim % _EIGHT == 0 and dim <= HEAD_DIMS[-1],
     "activation": one_of(*ACTIVATIONS),
     "rotary.dim": lambda dim: dim % 2 == 0,
+    "is_bidirectional": any_value,
 }
+OF_ENCODERS: dict[str, Accepts] = {
+    **SIZES,
+    **dict.fromkeys(
+        (
+            *("gated", "pre_norm", "embedding_size", "embedding_norm", "final_norm", "norm_bias", "qkv_bias"),
+            *("output_bias", "mlp_bias", "max_positions", "position_offset", "type_vocab_size", "windows"),
+            *("rotary", "rotary.dim", "rotary.frequencies", "rotary.factor", "local_rotary"),
+            *("local_rotary.dim", "local_rotary.frequencies", "local_rotary.factor", "position_bias"),
+            *("position_bias.num_buckets", "position_bias.max_distance", "pooling", "normalize"),
+            *("num_labels", "head_bias", "head_norm"),
+        ),
+        any_value,
+    ),
+    "dtype": one_of(*DTYPES),
+    "norm": one_of(Norm.LAYER),
+    "head_dim": lambda dim: dim % _EIGHT == 0 and dim <= HEAD_DIMS[-1],
+    "activation": one_of(*ACTIVATIONS),
+    "head_activation": one_of(*ACTIVATIONS),
+    **dict.fromkeys(("rotary.interleaved", "local_rotary.interleaved"), one_of(False)),
+    "disentangled": one_of(None),
+    "dense": lambda layers: all(layer.activation in (None, *HOST_ACTIVATIONS) for layer in layers),
+    **dict.fromkeys(("output_norms", "head_norms", "is_bounded"), one_of(False)),
+    "turned_parts": one_of(1),
+}
+_NAME = "the device's direct path"
+
+
+def refusal_of_encoder(spec: EncoderSpec, weights: EncoderWeights) -> str | None:
+    """Why the kernels cannot compute this encoder; None where they can."""
+    reason = refusal_of(spec, OF_ENCODERS, _NAME)
+    if reason is not None:
+        return reason
+    tables = [each for each in (weights.words, weights.types, weights.positions) if each is not None]
+    if len({table.dtype for table in tables}) > 1:
+        return f"{_NAME} does not take embeddings of tokens, types and positions in several dtypes"
+    return _refusal_of_products(projections_of_encoder(weights), spec.dtype)
 
 
 def refusal(spec: DecoderSpec, weights: DecoderWeights) -> str | None:
     """Why the kernels cannot compute this model; None where they can."""
-    name = "the device's direct path"
     of_local = {
         "local_rotary.dim": one_of(spec.rotary.dim),
         "local_rotary.interleaved": one_of(spec.rotary.interleaved),
@@ -58,35 +95,49 @@ def refusal(spec: DecoderSpec, weights: DecoderWeights) -> str | None:
             "experts.num_groups_used": one_of(spec.experts.num_groups),
             "is_parallel": one_of(False),
         }
-    reason = refusal_of(spec, FEATURES | of_local | of_mixture, name)
+    reason = refusal_of(spec, FEATURES | of_local | of_mixture, _NAME)
     if reason is not None:
         return reason
     table = weights.embeddings
-    expected = spec.dtype if table.scale is None else DType.I8
-    if table.weight.dtype is not expected or (table.scale and table.scale.dtype not in WEIGHT_KINDS):
-        return f"{name} does not take embeddings in {table.weight.dtype.label}"
+    expected = (spec.dtype, DType.F32) if table.scale is None else (DType.I8,)
+    if table.weight.dtype not in expected or (table.scale and table.scale.dtype not in WEIGHT_KINDS):
+        return f"{_NAME} does not take embeddings in {table.weight.dtype.label}"
     of_experts = [
         each for layer in weights.layers for expert in layer.experts for each in (expert.gate_up, expert.down)
     ]
-    for projection in (*projections_of(weights), *of_experts):
+    reason = _refusal_of_products((*projections_of(weights), *of_experts), spec.dtype)
+    if reason is not None:
+        return reason
+    reasons = (refusal_of_experts(layer, spec.dtype, _NAME) for layer in weights.layers)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _refusal_of_products(projections: Iterable[Projection], dtype: DType) -> str | None:
+    for projection in projections:
         if not matrices_of(projection):
             return (
-                f"{name} does not take matrices that are stored with the inputs first, of three values, or of "
+                f"{_NAME} does not take matrices that are stored with the inputs first, of three values, or of "
                 "bitsandbytes"
             )
         for matrix in matrices_of(projection):
-            if format_of(matrix, spec.dtype) is None and isinstance(matrix, GptqAwqMatrix):
+            if format_of(matrix, dtype) is None and isinstance(matrix, GptqAwqMatrix):
                 return (
-                    f"{name} takes matrices of GPTQ, AWQ and compressed-tensors in 4 bits and groups of 32 columns or "
+                    f"{_NAME} takes matrices of GPTQ, AWQ and compressed-tensors in 4 bits and groups of 32 columns or "
                     f"more, without an order of columns (desc_act), and not {matrix.name}"
                 )
-            if format_of(matrix, spec.dtype) is None:
+            if format_of(matrix, dtype) is None:
                 return (
-                    f"{name} does not multiply with a {type(matrix).__name__} [{matrix.num_out}, {matrix.num_in}] in "
+                    f"{_NAME} does not multiply with a {type(matrix).__name__} [{matrix.num_out}, {matrix.num_in}] in "
                     f"{matrix.weight.dtype.label}"
                 )
-    reasons = (refusal_of_experts(layer, spec.dtype, name) for layer in weights.layers)
-    return next((reason for reason in reasons if reason is not None), None)
+    return None
+
+
+def projections_of_encoder(weights: EncoderWeights) -> list[Projection]:
+    """Those on the device."""
+    of_layers = [each for layer in weights.layers for each in (layer.qkv, layer.output, layer.up, layer.down)]
+    every = (weights.projection, *of_layers, weights.dense, weights.scores)
+    return [each for each in every if each is not None]
 
 
 def projections_of(weights: DecoderWeights) -> Iterator[Projection]:

@@ -17,7 +17,7 @@ FOLDER = Path(__file__).with_name("kernels")
 ROWS, CHOOSE, BLOCKS, EXPERTS = "rows", "choose", "blocks", "experts"
 HEAD_DIMS = (32, 64, 128, 256)
 FORMATS = {
-    **{"float": "Float", "int8": "Int8", "int4": "Int4", "fp8": "Fp8"},
+    **{"float": "Float", "wide": "Wide", "int8": "Int8", "int4": "Int4", "fp8": "Fp8"},
     **{"gptq": "Gptq", "awq": "Awq", "packed": "Packed"},
 }
 NAMES = (

@@ -103,13 +103,20 @@ class _DevicePool:
             launch = kernels.launch(BLOCKS, "copy_tokens", (2 * shape.num_layers,), _THREADS, arguments)
             self._device.driver.launch(launch, self._device.stream)
 
+    @property
+    def is_open(self) -> bool:
+        return self.address != 0
+
     def close(self) -> None:
-        """Wait for the stream's work, and free the memory."""
+        """Wait for the stream's work, and free the memory. Idempotent."""
+        if not self.is_open:
+            return
         for room in (self._stored, self._numbers):
             if room is not None:
                 room.close()
         self._device.driver.synchronize_stream(self._device.stream)
         self._device.driver.free(self.address)
+        self.address = 0
 
     @property
     def _block_bytes(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +48,10 @@ class ProgramKey(NamedTuple):
             return self.rows * group // MANY_PAIRS + min(self.rows, max_spans) + self.slots
         return self.rows * -(-group // FEW_PAIRS) + self.slots
 
+    def num_merges(self, group: int) -> int:
+        """The most items of a step whose splits are folded by a launch of its own."""
+        return min(self.rows * -(-group // FEW_PAIRS), self.slots)
+
 
 class TableSizes(Struct, frozen=True):
     """The limits of a step, and where its tables lie in the buffer, in numbers of 4 bytes."""
@@ -56,6 +61,7 @@ class TableSizes(Struct, frozen=True):
     max_logits: int
     max_items: int
     max_blocks: int
+    max_types: int = 0  # of tokens
 
     @property
     def offsets(self) -> dict[str, int]:
@@ -72,6 +78,7 @@ class TableSizes(Struct, frozen=True):
             "table_starts": self.max_spans,
             "merges": _MERGE_SIZE * self.max_spans,
             "items": _ITEM_SIZE * self.max_items,
+            "types": self.max_types,
             "blocks": self.max_blocks,
         }
         begins = itertools.accumulate(sizes.values(), initial=0)
@@ -86,9 +93,17 @@ class AttentionPlan(NamedTuple):
 
 
 def plan_attention(
-    spans: Sequence[SequenceSpan], group: int, *, num_kv_heads: int, num_processors: int
+    spans: Sequence[SequenceSpan],
+    group: int,
+    *,
+    num_kv_heads: int,
+    num_processors: int,
+    sees_ahead: bool = False,
+    max_slots: int = SLOTS[-1],
 ) -> AttentionPlan:
-    """Cut the attention of a step into items. `group` query heads share a key head."""
+    """Cut the attention of a step into items. `group` query heads share a key head. With `sees_ahead` rows see keys
+    behind their own. Up to `max_slots` splits are folded by a launch of its own.
+    """
     many = any(span.length * group > FEW_PAIRS for span in spans)
     size = MANY_PAIRS if many else FEW_PAIRS
     num_items = sum(-(-span.length * group // size) for span in spans)
@@ -99,9 +114,10 @@ def plan_attention(
         num_pairs = span.length * group
         for first in range(0, num_pairs, size):
             last = min(first + size, num_pairs) - 1
-            num_splits = (span.context_len - span.length + last // group) // SPLIT_KEYS + 1
+            last_key = span.context_len - (1 if sees_ahead else span.length - last // group)
+            num_splits = last_key // SPLIT_KEYS + 1
             pieces = min(num_splits, max(wanted, -(-num_splits // MAX_SPLITS_PER_ITEM)))
-            if last - first >= FEW_PAIRS or pieces == 1 or num_slots + num_splits > SLOTS[-1]:
+            if last - first >= FEW_PAIRS or pieces == 1 or num_slots + num_splits > max_slots:
                 plan.items.append((number, first, 0, num_splits, ALONE))
                 continue
             length = -(-num_splits // pieces)
@@ -127,28 +143,39 @@ class StepTables:
         num_blocks: int,
         block_size: int,
         num_experts_used: int = 0,
+        sees_ahead: bool = False,
+        max_slots: int = SLOTS[-1],
     ) -> None:
         self._sizes = sizes
-        self._group = group
-        self._num_kv_heads = num_kv_heads
-        self._num_processors = num_processors
+        self._plan = partial(
+            plan_attention,
+            group=group,
+            num_kv_heads=num_kv_heads,
+            num_processors=num_processors,
+            sees_ahead=sees_ahead,
+            max_slots=max_slots,
+        )
         self._vocab_size = vocab_size
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._num_experts_used = num_experts_used
         self._offsets = sizes.offsets
 
-    def fill(self, batch: StepBatch, into: U32s, adapters: Sequence[int] = ()) -> tuple[AttentionPlan, int]:
-        """Write the batch's tables, with the slot of each span's adapter where some have one. Returns its plan, and
-        the numbers of `into` that are in use.
+    def fill(
+        self,
+        batch: StepBatch,
+        into: U32s,
+        adapters: Sequence[int] = (),
+        types: Int64s | Sequence[int] = (),
+    ) -> tuple[AttentionPlan, int]:
+        """Write the batch's tables, with the slot of each span's adapter where some have one, and tokens' types where
+        there are such. Returns its plan, and the numbers of `into` that are in use.
 
         Raises `ModelError` for a batch that is too large, and for ids that nothing has.
         """
         spans, offsets = batch.spans, self._offsets
         self._check(batch)
-        plan = plan_attention(
-            spans, self._group, num_kv_heads=self._num_kv_heads, num_processors=self._num_processors
-        )
+        plan = self._plan(spans)
         self._require("items of attention", len(plan.items), self._sizes.max_items)
         num_merges = len(plan.merges)
         self._require("split items", num_merges, self._sizes.max_spans)
@@ -172,6 +199,7 @@ class StepTables:
             ("table_starts", list(itertools.accumulate(lengths, initial=0))[:-1]),
             ("merges", list(itertools.chain.from_iterable(plan.merges))),
             ("items", list(itertools.chain.from_iterable(plan.items))),
+            ("types", types),
             ("blocks", blocks),
         ):
             begin = offsets[name]

@@ -22,6 +22,7 @@ from .tables import FEW_PAIRS, SLOTS, AttentionPlan, ProgramKey, StepTables, Tab
 
 _NUM_UPLINKS = 3
 _FIRST_POSITIONS = 4096  # whose angles are there from the start
+_TEXTS_ALONE = 1024  # of a pass without an engine: `models.pooled_decoder.STEP_TOKENS`
 
 
 class WorkspaceLimits(Struct, frozen=True, kw_only=True):
@@ -31,6 +32,18 @@ class WorkspaceLimits(Struct, frozen=True, kw_only=True):
     max_spans: int = 256
     max_context: int
     block_size: int = 16
+    num_logits: int | None = None  # rows of logits, of those that are normalised for them; None: all
+
+    @classmethod
+    def alone(cls, spec: DecoderSpec, block_size: int) -> WorkspaceLimits:
+        """For passes without an engine, as of texts that are embedded."""
+        return cls(
+            max_rows=max(2048, spec.max_context if spec.is_bidirectional else 0),
+            max_spans=_TEXTS_ALONE,
+            max_context=spec.max_context,
+            block_size=block_size,
+            num_logits=rows_at_once(spec.vocab_size),
+        )
 
     def table_sizes(self, spec: DecoderSpec) -> TableSizes:
         group = spec.num_heads // spec.num_kv_heads
@@ -44,7 +57,7 @@ class WorkspaceLimits(Struct, frozen=True, kw_only=True):
         )
 
     def max_logits(self, vocab_size: int) -> int:
-        """Rows of logits: two for each sequence, or a chunk of a prompt's."""
+        """Rows that the head takes: two for each sequence, or a chunk of a prompt's."""
         return min(self.max_rows, max(2 * self.max_spans, rows_at_once(vocab_size)))
 
 
@@ -66,7 +79,7 @@ class StepArrays:
         self.inner = arena.take("gate and up", (rows, 2 * inner_size), dtype)
         self.active = arena.take("active", (rows, inner_size), dtype)
         self.scored = arena.take("scored rows", (num_logits, spec.hidden_size), dtype)
-        self.logits = arena.take("logits", (num_logits, spec.vocab_size), DType.F32)
+        self.logits = arena.take("logits", (limits.num_logits or num_logits, spec.vocab_size), DType.F32)
         self.split_sums = arena.take("sums of splits", (*split, spec.head_dim), DType.F32)
         self.split_scales = arena.take("scales of splits", (*split, 2), DType.F32)
         self.cos = arena.take("cosines", angles, DType.F32)
@@ -124,6 +137,7 @@ class Workspace:
             num_blocks=kv.num_blocks,
             block_size=kv.block_size,
             num_experts_used=0 if spec.experts is None else spec.experts.num_used,
+            sees_ahead=spec.is_bidirectional,
         )
         self._uplink = Uplink(device.driver, device.stream, 4 * self.offsets["end"])
         self._loaded: tuple[StepBatch, AttentionPlan] | None = None

@@ -37,7 +37,11 @@ struct Attention {
   const u32* table_starts;  // where its block table begins
   const u32* blocks;
   const u32* counts;
-  u32 num_heads, num_kv_heads, head_dim, block_size, window;  // window: how many tokens a token sees, itself included
+  const float* bias;  // (num_heads, 2 * reach + 1), by the distance key - query: added to scores, times log2(e); 0: none
+  u32 num_heads, num_kv_heads, head_dim, block_size;
+  u32 window;  // how many tokens up to itself a token sees
+  u32 ahead;  // how many tokens behind itself it sees; a step has all of a text's then
+  u32 reach;
   float scale;  // of the scores, times log2(e); with a cap, divided by it instead
   float cap;  // times log2(e): scores are no larger; 0: none
 };
@@ -128,7 +132,8 @@ struct AttentionBlock {
 
   __device__ __forceinline__ u32 position_of(u32 row) const { return context - length + (first_pair + row) / group; }
 
-  // That any of the rows sees.
+  // The first and the last that any of the rows sees.
+  __device__ __forceinline__ u32 last_key() const { return min(position_of(num_pairs - 1) + args.ahead, context - 1); }
   __device__ __forceinline__ u32 first_key() const { return position_of(0) + 1 > args.window ? position_of(0) + 1 - args.window : 0; }
 
   __device__ __forceinline__ u16* out_of(u32 row) const {
@@ -152,7 +157,7 @@ struct AttentionBlock {
     EACH(r, ROW_TILES)
       EACH(part, PARTS)
         EACH(i, 4) sums[r][part][i] = 0;
-    const u32 last = position_of(num_pairs - 1), from = first_key();
+    const u32 last = last_key(), from = first_key();
     for (u32 number = 0; number < TILES_PER_SPLIT; number++) {
       const u32 key = (split * TILES_PER_SPLIT + number) * TILE;
       if (key > last) break;
@@ -198,8 +203,9 @@ struct AttentionBlock {
         }
         EACH(i, 4) {
           const u32 row = 16 * r + g + 8 * (i / 2), at = first + 2 * c + i % 2, position = position_of(row);
-          const bool sees = key + at <= position && position < key + at + args.window && row < num_pairs;
-          const float scaled = acc[i] * args.scale;
+          const bool sees = key + at <= min(position + args.ahead, context - 1) && position < key + at + args.window && row < num_pairs;
+          float scaled = acc[i] * args.scale;
+          if (args.bias && sees) scaled += args.bias[(kv_head * group + (first_pair + row) % group) * (2ull * args.reach + 1) + key + at + args.reach - position];
           room.scores[row][at] = !sees ? NONE : args.cap > 0 ? args.cap * tanhf(scaled) : scaled;
         }
       }
@@ -264,7 +270,8 @@ struct AttentionBlock {
   __device__ __forceinline__ void fold_splits(u32 first, u32 end) {
     float all[ROW_TILES][PARTS][4] = {};
     // What no row sees changes nothing.
-    for (u32 split = max(first, first_key() / (TILE * TILES_PER_SPLIT)); split < end; split++) {
+    const u32 behind = min(end, last_key() / (TILE * TILES_PER_SPLIT) + 1);
+    for (u32 split = max(first, first_key() / (TILE * TILES_PER_SPLIT)); split < behind; split++) {
       compute_split(split);
       for (u32 row = threadIdx.x; row < ROWS; row += ATTENTION_THREADS) fold(room.folded[row], room.largest[row], room.total[row], room.keep[row], room.add[row]);
       __syncthreads();

@@ -80,6 +80,20 @@ struct Float : InRows<uint4, 16> {
   }
 };
 
+// Weights in fp32, which are rounded as they are read.
+struct EightWide {
+  uint4 low, high;
+};
+struct Wide : InRows<EightWide, 32> {
+  static constexpr u32 CHUNKS = 1;
+  static constexpr bool HAS_SCALE = false;
+  typedef EightWide Raw;
+  static __device__ __forceinline__ void expand(u32* out, const Raw& raw, u32 chunk, u32 offset) {
+    out[0] = T::pair(float_of_bits(raw.low.x), float_of_bits(raw.low.y)), out[1] = T::pair(float_of_bits(raw.low.z), float_of_bits(raw.low.w));
+    out[2] = T::pair(float_of_bits(raw.high.x), float_of_bits(raw.high.y)), out[3] = T::pair(float_of_bits(raw.high.z), float_of_bits(raw.high.w));
+  }
+};
+
 // (low, high) of bytes 2 i and 2 i + 1 of two words, each in the low byte of a half.
 __device__ __forceinline__ u32 spread(const uint2& raw, u32 pair) {
   const u32 word = pair < 2 ? raw.x : raw.y;
@@ -212,7 +226,8 @@ __device__ __forceinline__ void sum_stretch(const Arguments& args, u32 row, u32 
   const u32 num_groups = F::HAS_SCALE ? args.num_in / args.group : 1;
   u32 left = F::HAS_SCALE ? args.group - begin % args.group : 0;  // columns of this group
   u32 number = F::HAS_SCALE ? begin / args.group : 0;
-  constexpr u32 STEP = 32 * F::CHUNKS, AHEAD = ROWS * TOKENS > 4 ? 2 : 4;  // reads that are under way together
+  constexpr u32 SIZE = sizeof(typename F::Raw) > 16 ? 2 : 1;
+  constexpr u32 STEP = 32 * F::CHUNKS, AHEAD = (ROWS * TOKENS > 4 ? 2 : 4) / SIZE;  // reads that are under way together
 #pragma unroll 1
   for (u32 first = begin; first < end; first += STEP * AHEAD) {
     typename F::Raw raw[AHEAD][ROWS][2];

@@ -1,17 +1,23 @@
-// The operations on rows other than products and attention: embeddings, norms, heads and the gate, each in one pass.
+// The operations on rows other than products and attention: embeddings, norms, heads, the gate, pooling, each in one pass.
 // Results are rounded where transformers rounds.
 
 struct Embed {
-  const void* table;  // (vocab, size) 16-bit floats, or int8
+  const void* table;  // (vocab, size) floats, or int8
   const void* table_scale;  // (vocab, size / group) of int8; 0: floats
   const u32* tokens;  // (rows,)
   u16* out;  // (rows, size)
   const u32* counts;
+  const void* type_table;  // (types, size) floats; 0: none
+  const u32* types;  // (rows,)
+  const void* position_table;  // (positions, size) floats; 0: none
+  const u32* positions;  // (rows,)
   u32 size, group, scale_kind;
+  u32 table_kind;  // of all floats
+  u32 first_position;  // the row of a text's first token
   float scale;
 };
 
-// out = table[token] * scale.
+// out = table[token] * scale + type_table[type] + position_table[position].
 KERNEL(embed, Embed, 256) {
   if (blockIdx.x >= args.counts[NUM_ROWS]) return;
   const u64 token = args.tokens[blockIdx.x], row = token * args.size;
@@ -21,8 +27,14 @@ KERNEL(embed, Embed, 256) {
     if (args.table_scale)
       number = rounded((float)((const signed char*)args.table)[row + at] * number_at(args.table_scale, token * (args.size / args.group) + at / args.group, args.scale_kind));
     else
-      number = wide(((const u16*)args.table)[row + at]);
-    to[at] = narrow(number * args.scale);
+      number = rounded(number_at(args.table, row + at, args.table_kind));
+    u16 made = narrow(number * args.scale);
+    if (args.type_table) made = narrow(wide(made) + rounded(number_at(args.type_table, (u64)args.types[blockIdx.x] * args.size + at, args.table_kind)));
+    if (args.position_table) {
+      const u64 position = args.positions[blockIdx.x] + args.first_position;
+      made = narrow(wide(made) + rounded(number_at(args.position_table, position * args.size + at, args.table_kind)));
+    }
+    to[at] = made;
   }
 }
 
@@ -52,10 +64,11 @@ __device__ __forceinline__ Scaling scaling_of(const u16* row, u32 size, u32 kind
 struct NormRows {
   const u16* x;  // (rows, x_stride), of which a norm takes the first `size` numbers
   const void* weight;  // (size,)
+  const void* bias;  // (size,); 0: none
   u16* out;  // (rows, out_stride); may be x
   const u32* rows;  // the row of x for each row of out; 0: the same
   const u32* counts;
-  u32 count, size, x_stride, out_stride, weight_kind, kind;
+  u32 count, size, x_stride, out_stride, weight_kind, bias_kind, kind;
   float eps;
 };
 
@@ -66,8 +79,11 @@ KERNEL(norm_rows, NormRows, 256) {
   const u16* from = args.x + (u64)(args.rows ? args.rows[blockIdx.x] : blockIdx.x) * args.x_stride;
   u16* to = args.out + (u64)blockIdx.x * args.out_stride;
   const Scaling scaling = scaling_of(from, args.size, args.kind, args.eps, of_warps);
-  for (u32 at = threadIdx.x; at < args.size; at += blockDim.x)
-    to[at] = weighted((wide(from[at]) - scaling.mean) * scaling.factor, args.weight, at, args.weight_kind, args.kind);
+  for (u32 at = threadIdx.x; at < args.size; at += blockDim.x) {
+    const float unit = (wide(from[at]) - scaling.mean) * scaling.factor;
+    if (args.bias) to[at] = narrow(fmaf(unit, number_at(args.weight, at, args.weight_kind), number_at(args.bias, at, args.bias_kind)));
+    else to[at] = weighted(unit, args.weight, at, args.weight_kind, args.kind);
+  }
 }
 
 struct AddRows {
@@ -195,23 +211,61 @@ KERNEL(place_heads, PlaceHeads, 128) {
 }
 
 struct Gate {
-  const u16* product;  // (rows, 2 * size): what passes the gate decides, then what passes it
+  const u16* product;  // (rows, 2 * size): what passes the gate decides, then what passes it; (rows, size) where all passes
   u16* out;  // (rows, size)
   const u32* counts;
-  u32 count, size, kind;  // 0: silu, 1: gelu, 2: gelu by tanh, 3: relu
+  u32 count, size;
+  u32 kind;  // 0: silu, 1: gelu, 2: gelu by tanh, 3: relu, 4: tanh
+  u32 is_open;  // all passes
 };
 
 __device__ __forceinline__ float activated(float x, u32 kind) {
   if (kind == 0) return x / (1.0f + expf(-x));
   if (kind == 1) return 0.5f * x * (1.0f + erff(x * 0.70710678f));
   if (kind == 2) return 0.5f * x * (1.0f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
-  return fmaxf(x, 0.0f);
+  return kind == 4 ? tanhf(x) : fmaxf(x, 0.0f);
 }
 
-// out = activation(first half) * second half.
+// out = activation(first half) * second half, or activation(product).
 KERNEL(gate, Gate, 256) {
   const u32 at = blockIdx.y * blockDim.x + threadIdx.x;
   if (blockIdx.x >= args.counts[args.count] || at >= args.size) return;
-  const u16* row = args.product + 2ull * blockIdx.x * args.size;
-  args.out[(u64)blockIdx.x * args.size + at] = narrow(rounded(activated(wide(row[at]), args.kind)) * wide(row[args.size + at]));
+  const u16* row = args.product + (args.is_open ? 1ull : 2ull) * blockIdx.x * args.size;
+  const u16 active = narrow(activated(wide(row[at]), args.kind));
+  args.out[(u64)blockIdx.x * args.size + at] = args.is_open ? active : narrow(wide(active) * wide(row[args.size + at]));
+}
+
+enum PoolKind { MEAN, CLS, MAX, LAST, MEAN_SQRT, WEIGHTED_MEAN };  // as `models.spec.Pooling`
+
+struct PoolRows {
+  const u16* x;  // (rows, size)
+  void* out;  // (texts, size) fp32, or 16-bit floats
+  const u32* starts;  // (texts,): a text's first row
+  const u32* lengths;
+  const u32* counts;
+  u32 size, kind;
+  u32 is_narrow;  // out has 16-bit floats
+};
+
+// A row for each text: its first, its last, or of all of its rows, which are added in order.
+KERNEL(pool_rows, PoolRows, 256) {
+  const u32 text = blockIdx.x, at = blockIdx.y * blockDim.x + threadIdx.x;
+  if (text >= args.counts[NUM_LOGITS] || at >= args.size) return;
+  const u32 num = args.lengths[text];
+  const u16* from = args.x + (u64)args.starts[text] * args.size + at;
+  float made = wide(from[args.kind == LAST ? (u64)(num - 1) * args.size : 0]);
+  if (args.kind == MAX)
+    for (u32 row = 1; row < num; row++) made = fmaxf(made, wide(from[(u64)row * args.size]));
+  if (args.kind == MEAN || args.kind == MEAN_SQRT || args.kind == WEIGHTED_MEAN) {
+    float total = 1;
+    for (u32 row = 1; row < num; row++) {
+      const float weight = args.kind == WEIGHTED_MEAN ? (float)(row + 1) : 1.0f;
+      made = fmaf(wide(from[(u64)row * args.size]), weight, made);
+      total += weight;
+    }
+    made = made / (args.kind == MEAN_SQRT ? sqrtf(total) : total);
+  }
+  const u64 place = (u64)text * args.size + at;
+  if (args.is_narrow) ((u16*)args.out)[place] = narrow(made);
+  else ((float*)args.out)[place] = made;
 }

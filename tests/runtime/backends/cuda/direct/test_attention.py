@@ -116,10 +116,9 @@ class Cache:
             num_heads=self.num_heads, num_kv_heads=KV_HEADS, head_dim=self.head_dim, block_size=BLOCK_SIZE,
             window=window, scale=self.scale * 1.4426950408889634,
         )  # fmt: skip
-        key = ProgramKey(len(rows), plan.many, SLOTS[-1] if plan.merges else 0)
-        for launch in attention_launches(device.kernels, arguments, key, max_spans=len(spans)):
-            short = launch._replace(grid=(min(launch.grid[0], len(plan.items) + 2), *launch.grid[1:]))
-            device.driver.launch(short, device.stream)
+        sizes = {"num_items": len(plan.items) + 2, "num_merges": len(plan.merges)}
+        for launch in attention_launches(device.kernels, arguments, many=plan.many, **sizes):
+            device.driver.launch(launch, device.stream)
         return device.get(out)
 
 

@@ -18,7 +18,7 @@ from tests.support.native_decoder import quantized, weights_of, with_parameters_
 from tests.support.quantized import slow_dequantize
 from tests.support.tiny_models import tiny_model
 
-from teneral.loader.device.driver.base import CudaError
+from teneral.runtime.backends.cuda.direct.device import OutOfMemoryError
 from teneral.runtime.backends.cuda.direct.executor import DirectExecutor
 from teneral.runtime.backends.cuda.direct.refusals import refusal
 from teneral.runtime.errors import ModelError
@@ -291,5 +291,5 @@ class TestBounds:
             stepper.run({"a": [1] * 400, "b": [1] * 113})
 
     def test_memory_that_is_not_there(self, model: DirectModel) -> None:
-        with pytest.raises(CudaError, match="allocating"):
+        with pytest.raises(OutOfMemoryError, match="allocating"):
             model.executor.new_kv(1 << 20, 64, KVKind.MODEL)

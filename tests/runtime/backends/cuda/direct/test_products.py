@@ -28,7 +28,7 @@ from teneral.runtime.models.gptq_awq import GptqAwqMatrix
 from teneral.runtime.models.matrices import DenseMatrix, IntegerMatrix, Matrix
 from teneral.runtime.tensors import DType, Tensor, from_float32, to_float32
 
-FORMATS = ("float", "int8", "int4", "int4 with zeros")
+FORMATS = ("float", "wide", "int8", "int4", "int4 with zeros")
 _GPTQ = {"quant_method": "gptq", "bits": 4, "sym": False}
 # Checkpoints' own words of 4 bits, by the names of their formats
 WORDS: dict[str, dict[str, Any]] = {
@@ -63,6 +63,9 @@ def matrix_of(
     if kind == "float":
         stored = from_float32(numbers, dtype)
         made, exact = DenseMatrix(tensor(stored, dtype), own_bias), to_float32(stored, dtype)
+    elif kind == "wide":  # rounded as it is read
+        made = DenseMatrix(tensor(numbers, DType.F32), own_bias)
+        exact = to_float32(from_float32(numbers, dtype), dtype)
     elif kind == "int8":
         packed = quantize_int8(numbers, group)
         scale = packed.scale.view(np.uint16)

@@ -17,14 +17,18 @@ from teneral.runtime.backends.cuda.direct.arguments import (
     Gate,
     NormRows,
     PlaceHeads,
+    PoolRows,
     ScaleLogits,
 )
 from teneral.runtime.backends.cuda.direct.refusals import NORMS
 from teneral.runtime.backends.native.reference import to_codes
 from teneral.runtime.models.fields import Norm
+from teneral.runtime.models.pooling import pooled
+from teneral.runtime.models.spec import Pooling
 from teneral.runtime.tensors import DType, from_float32, to_float32
 
 TORCH = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}
+KINDS = {DType.BF16: 0, DType.F16: 1, DType.F32: 2}
 
 
 def random(device: Device, *shape: int, seed: int = 0) -> np.ndarray:
@@ -55,13 +59,42 @@ def test_embeddings_are_the_tokens_rows(device: Device, scale: float) -> None:
     out = device.put(np.zeros((4, 72), dtype.numpy), dtype)
     arguments = Embed(
         table=device.put(table, dtype).address, tokens=device.put(tokens).address, out=out.address,
-        counts=counts(device, 3), size=72, group=72, scale=scale,
+        counts=counts(device, 3), size=72, group=72, table_kind=KINDS[dtype], scale=scale,
     )  # fmt: skip
     device.run("rows", "embed", (4,), 256, arguments)
     expected = tensor(device, table)[torch.tensor([49, 3, 3])] * scale
     found = device.get(out)
     assert_close(device, found[:3], expected)
     assert not found[3].any()  # rows beyond the count are left alone
+
+
+@pytest.mark.parametrize("has_positions", [False, True])
+@pytest.mark.parametrize("has_types", [False, True])
+def test_embeddings_in_fp32_gain_those_of_types_and_positions(
+    device: Device, has_types: bool, has_positions: bool
+) -> None:
+    dtype, size = device.kernels.dtype, 72
+    tables = [
+        np.random.default_rng(seed).standard_normal((num, size)).astype(np.float32)
+        for seed, num in enumerate((50, 2, 9))
+    ]
+    tokens, types, positions = (np.array(each, np.uint32) for each in ([49, 3, 3], [0, 1, 1], [0, 1, 6]))
+    out = device.put(np.zeros((3, size), dtype.numpy), dtype)
+    arguments = Embed(
+        table=device.put(tables[0]).address, tokens=device.put(tokens).address, out=out.address,
+        counts=counts(device, 3), type_table=device.put(tables[1]).address if has_types else 0,
+        types=device.put(types).address, position_table=device.put(tables[2]).address if has_positions else 0,
+        positions=device.put(positions).address, size=size, group=size, table_kind=KINDS[DType.F32],
+        first_position=2, scale=1.0,
+    )  # fmt: skip
+    device.run("rows", "embed", (3,), 256, arguments)
+    narrow = [torch.from_numpy(table).to(TORCH[dtype]) for table in tables]
+    expected = narrow[0][tokens.astype(np.int64)]
+    if has_types:
+        expected = expected + narrow[1][types.astype(np.int64)]
+    if has_positions:
+        expected = expected + narrow[2][positions.astype(np.int64) + 2]
+    assert_close(device, device.get(out), expected)
 
 
 @pytest.mark.parametrize("scale", [1.0, 12.0])
@@ -117,6 +150,25 @@ def test_norms(device: Device, size: int, weight_kind: int, kind: Norm) -> None:
     assert not found[:, size:].any()
 
 
+@pytest.mark.parametrize("bias_dtype", [DType.BF16, DType.F32])
+def test_layer_norms_have_biases(device: Device, bias_dtype: DType) -> None:
+    """In place."""
+    dtype, size = device.kernels.dtype, 300
+    x, weight = random(device, 4, size), np.random.default_rng(1).random(size).astype(np.float32)
+    bias = from_float32(np.random.default_rng(2).random(size).astype(np.float32), bias_dtype)
+    out = device.put(x, dtype)
+    arguments = NormRows(
+        x=out.address, weight=device.put(weight).address, bias=device.put(bias, bias_dtype).address,
+        out=out.address, counts=counts(device, 3), count=0, size=size, x_stride=size, out_stride=size,
+        weight_kind=KINDS[DType.F32], bias_kind=KINDS[bias_dtype], kind=NORMS.index(Norm.LAYER), eps=1e-5,
+    )  # fmt: skip
+    device.run("rows", "norm_rows", (4,), 256, arguments)
+    own, more = torch.from_numpy(weight), torch.from_numpy(to_float32(bias, bias_dtype))
+    expected = torch.nn.functional.layer_norm(tensor(device, x).float(), (size,), own, more).to(TORCH[dtype])
+    expected[3] = tensor(device, x)[3]
+    assert_close(device, device.get(out), expected, num_off=6)
+
+
 @pytest.mark.parametrize("kind", [None, *NORMS])
 @pytest.mark.parametrize("scale", [1.0, 0.22])
 def test_rows_are_added_after_a_norm_and_scaled(device: Device, kind: Norm | None, scale: float) -> None:
@@ -150,22 +202,48 @@ def test_logits_are_scaled_and_capped(device: Device, cap: float) -> None:
     assert (found[2] == logits[2]).all()
 
 
-@pytest.mark.parametrize("kind", range(4))
-def test_gates(device: Device, kind: int) -> None:
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("kind", range(5))
+def test_gates(device: Device, kind: int, is_open: bool) -> None:
+    """Also of what passes as a whole."""
     dtype, size = device.kernels.dtype, 300
-    product = random(device, 3, 2 * size)
+    product = random(device, 3, size if is_open else 2 * size)
     out = device.put(np.zeros((3, size), dtype.numpy), dtype)
-    arguments = Gate(device.put(product, dtype).address, out.address, counts(device, 3), 0, size, kind)
+    arguments = Gate(
+        device.put(product, dtype).address, out.address, counts(device, 3), 0, size, kind, is_open
+    )
     device.run("rows", "gate", (3, 2), 256, arguments)
     functions: list[Any] = [
         torch.nn.functional.silu,
         torch.nn.functional.gelu,
         lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
         torch.relu,
+        torch.tanh,
     ]
-    first, second = tensor(device, product).split(size, dim=1)
+    first, *second = tensor(device, product).split(size, dim=1)
     active = functions[kind](first.float()).to(TORCH[dtype])
-    assert_close(device, device.get(out), active * second, num_off=20)
+    assert_close(device, device.get(out), active if is_open else active * second[0], num_off=20)
+
+
+@pytest.mark.parametrize("is_narrow", [False, True])
+@pytest.mark.parametrize("pooling", Pooling)
+def test_rows_of_texts_are_pooled(device: Device, pooling: Pooling, is_narrow: bool) -> None:
+    dtype, starts = device.kernels.dtype, np.array([0, 1, 8, 40], np.int64)
+    x = random(device, 40, 72)
+    kind = dtype if is_narrow else DType.F32
+    out = device.put(np.zeros((4, 72), kind.numpy), kind)
+    tables = [device.put(table.astype(np.uint32)).address for table in (starts[:-1], np.diff(starts))]
+    arguments = PoolRows(
+        device.put(x, dtype).address, out.address, *tables, counts(device, 0, 3), 72,
+        list(Pooling).index(pooling), is_narrow,
+    )  # fmt: skip
+    device.run("rows", "pool_rows", (4, 1), 256, arguments)
+    expected = pooled(x, starts, pooling, dtype)
+    found = to_float32(device.get(out), kind)
+    if is_narrow:
+        expected = to_float32(from_float32(expected, dtype), dtype)
+    np.testing.assert_allclose(found[:3], expected, rtol=2**-7 if is_narrow else 1e-6, atol=1e-6)
+    assert not found[3].any()
 
 
 class Heads:

@@ -62,6 +62,7 @@ def test_structures_have_the_compilers_sizes(tmp_path: Path) -> None:
         ("rows", "add_rows", arguments.AddRows),
         ("rows", "scale_logits", arguments.ScaleLogits),
         ("rows", "gate", arguments.Gate),
+        ("rows", "pool_rows", arguments.PoolRows),
         ("rows", "adapter_low", arguments.Adapt),
         ("product_float", "product_float_8", arguments.Product),
         ("experts_float", "experts_float_8", arguments.ExpertProduct),

@@ -1,9 +1,9 @@
-# syntax=docker/dockerfile:1
 # What serving needs and nothing else, in layers from the one that changes least to the one that changes with each
 # release: the system, dependencies, code, a GPU's kernels. A release pushes the last two.
 #
 #   docker build -t teneral .                                        CPU, without torch: as `pip install teneral`
 #   docker build -t teneral --build-arg EXTRAS=cuda13 .              CUDA 13 (torch then comes with its CUDA libraries)
+#   docker build -t teneral --build-arg EXTRAS=cuda13-direct .       CUDA 13 without torch, for `--backend direct`
 #   docker build -t teneral --build-arg EXTRAS=ray .                 a node of Ray
 #   docker build -t teneral --target lambda .                        for AWS Lambda
 #   docker build -t teneral --target runpod --build-arg EXTRAS=runpod .    a worker of RunPod's queue
@@ -58,10 +58,10 @@ RUN locked="lock/${EXTRAS:-base}.txt"; if [ -f "$locked" ]; then \
     else /opt/teneral/bin/pip install --no-compile -r wanted.txt; fi
 # numpy's own tests, zstandard's second build, for Pythons that are not CPython, and what extension modules have for
 # debuggers: 50 MB. Libraries that a wheel has in a folder of their own were rewritten when it was made, and stay.
-# What torch ships for compiling against it and for testing it is more than a quarter of its size.
+# What torch ships for compiling against it and for testing it is more than a quarter of its size. NVRTC comes twice.
 RUN cd /opt/teneral/lib/python*/site-packages && find numpy -name tests -type d -prune -exec rm -rf {} + \
  && rm -f zstandard/_cffi*.so \
- && rm -rf torch/include torch/share torch/test torch/bin/test_* torch/bin/protoc* \
+ && rm -rf torch/include torch/share torch/test torch/bin/test_* torch/bin/protoc* nvidia/*/lib/libnvrtc*.alt.so* \
  && apt-get update && apt-get install -y --no-install-recommends binutils \
  && find . -name "*.cpython-*.so" -exec strip --strip-unneeded {} + && find . -name "*.abi3.so" -exec strip --strip-unneeded {} + \
  && apt-get purge -y --auto-remove binutils && rm -rf /var/lib/apt/lists/*
@@ -91,7 +91,9 @@ ARG EXTRAS=""
 # Those of a GPU, for the architectures that data centres have; this needs no GPU.
 RUN mkdir -p /opt/teneral-kernels/gpu && case ",${EXTRAS}," in *cuda*) cd / \
  && /opt/teneral/bin/python -m teneral.loader.device.compile /opt/teneral-kernels/gpu 80 90 100 \
- && /opt/teneral/bin/python -m teneral.runtime.backends.cuda.compile /opt/teneral-kernels/gpu ;; esac \
+ && /opt/teneral/bin/python -m teneral.runtime.backends.cuda.direct.compile /opt/teneral-kernels/gpu 80 90 100 \
+ && if [ -e /opt/teneral/lib/python*/site-packages/triton ]; then \
+      /opt/teneral/bin/python -m teneral.runtime.backends.cuda.compile /opt/teneral-kernels/gpu; fi ;; esac \
  && find /opt/teneral-kernels -exec touch -h -d @0 {} +
 
 FROM system AS serving

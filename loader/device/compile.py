@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,8 @@ SOURCES = tuple(
 )
 OPTIONS = ("--std=c++17", "--restrict")
 USUAL_ARCHITECTURES = (80, 90, 100)
+# CuPy loads NVRTC at the first call of any thread, then the library of its builtins: no other may compile in between.
+_LOADING_NVRTC = threading.Lock()
 
 
 def program_text() -> str:
@@ -58,6 +61,8 @@ def compile_text(what: str, text: str, options: Sequence[str], architecture: int
     try:
         from cupy.cuda import nvrtc  # lazy: some hundred ms, only for compiling
 
+        with _LOADING_NVRTC:
+            nvrtc.getVersion()
         made = nvrtc.createProgram(text, "kernels.cu", (), ())
         try:
             nvrtc.compileProgram(made, (*options, f"--gpu-architecture=sm_{architecture}"))

@@ -62,7 +62,7 @@ def test_an_extra_that_is_unknown_ends_the_build():
         dependencies("cuda99")
 
 
-@pytest.mark.parametrize("extras", ["base", "ray", "runpod", "cuda13"])
+@pytest.mark.parametrize("extras", ["base", "ray", "runpod", "cuda13", "cuda13-direct"])
 def test_the_lock_pins_each_requirement_within_its_range_and_by_its_hash(extras):
     """After a change of dependencies: scripts/lock."""
     text = (IMAGE / "lock" / f"{extras}.txt").read_text()

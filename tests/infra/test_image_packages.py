@@ -72,7 +72,7 @@ def run(python: str, *arguments: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("lock", ["base", "ray", "runpod", "cuda13"])
+@pytest.mark.parametrize("lock", ["base", "ray", "runpod", "cuda13", "cuda13-direct"])
 def test_no_lock_has_the_hubs_client(lock: str) -> None:
     assert not re.search(
         r"^(huggingface-hub|hf-xet)==", (LOCK / f"{lock}.txt").read_text(encoding="utf-8"), re.MULTILINE

@@ -87,6 +87,9 @@ def test_images_are_built_on_a_base_of_one_digest_and_their_sizes_are_printed(do
     assert [call.words[call.words.index("--target") + 1] for call in built] == [
         "server", "lambda", "server", "runpod",
     ]  # fmt: skip
+    # buildx prints a table for any format that begins with `{{.Manifest`.
+    (asked,) = docker.calls("imagetools inspect")
+    assert not asked.words[-1].startswith("{{.Manifest")
     for call in built:
         assert f"BASE=python:3.12-slim-bookworm@{DIGEST}" in call.words
         assert "--load" in call.words

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 IMAGE = Path(__file__).parents[2] / "infra" / "image"
-LOCKS = ("base", "runpod", "cuda13")
+LOCKS = ("base", "runpod", "cuda13", "cuda13-direct")
 VALIDATE = """
 import sys
 from cyclonedx.schema import SchemaVersion

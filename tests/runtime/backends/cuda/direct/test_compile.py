@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from tests.support.load import patience_s
 
 from teneral.loader.errors import LoadError
 from teneral.runtime.backends.cuda.direct import compile as compiling
@@ -69,3 +72,21 @@ def test_nvrtc_compiles_for_each_device(tmp_path: Path) -> None:
         assert compile_module(MODULE, architecture)[:4] == b"\x7fELF"
     with pytest.raises(LoadError, match=r"rows do not compile for sm_11: .*\n  Compile them where NVRTC is"):
         compile_module(MODULE, 11)
+
+
+COMPILE_IN_THREADS = """
+from concurrent.futures import ThreadPoolExecutor
+from teneral.runtime.backends.cuda.direct.compile import compile_module
+from teneral.runtime.backends.cuda.direct.sources import CHOOSE, ROWS, KernelModule
+from teneral.runtime.tensors import DType
+with ThreadPoolExecutor(2) as pool:
+    for cubin in pool.map(lambda name: compile_module(KernelModule(name, DType.BF16), 80), [ROWS, CHOOSE]):
+        assert cubin[:4] == bytes([0x7F]) + b"ELF"
+"""
+
+
+@pytest.mark.slow
+def test_the_first_threads_that_compile_find_nvrtc_whole() -> None:
+    """In a process of its own: CuPy loads NVRTC once, its builtins a moment later."""
+    pytest.importorskip("cupy")
+    subprocess.run([sys.executable, "-c", COMPILE_IN_THREADS], check=True, timeout=patience_s(120))

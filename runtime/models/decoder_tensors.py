@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ModelError
 from ..tensors import DType, Tensor
 from ..weights import Weights
-from .decoder_config import DecoderConfig, LatentAttention, LayerInputs, LayerRotary, Streams
+from .decoder_config import DecoderConfig, LatentAttention, LayerRotary
+from .layer_inputs_config import LayerInputs, Streams
 from .matrices import (
     CrossAttentionWeights,
     DecoderLayerWeights,

@@ -21,15 +21,14 @@ from ..tensors import DType, from_float32, to_float32
 from .decoder_config import (
     DecoderConfig,
     LatentAttention,
-    LayerInputs,
     LayerRotary,
     LayerShape,
     QueryScaling,
     ShortConvolutions,
-    Streams,
     Sublayers,
 )
 from .fields import Norm
+from .layer_inputs_config import LayerInputs, Streams
 from .rotary import Rotary
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ exact weights only. It knows no files of sound, no prompts and no tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -95,6 +95,11 @@ class SpeechTower:
             assert weights.head_gate is not None
             weights.head_gate()
             yield executor.finish(x)
+
+    def join(self, parts: Sequence[Rows], layout: None = None) -> Rows:
+        """The rows of the one window of sound there is."""
+        (rows,) = parts
+        return rows
 
 
 def build_speech(

@@ -59,8 +59,8 @@ class SpeechConfig(Struct, frozen=True):
         """The places of a window are one behind another."""
         return None
 
-    def fits(self, tiles: Any, places: Int64s, layout: None = None) -> bool:
+    def fits(self, tiles: Any, places: Int64s, layout: Any) -> bool:
         """True if the tiles are one spectrogram, at the beginning of its prompt."""
         shape = (1, self.num_bands, 2 * self.num_places)
         has_shape = tiles is not None and tiles.shape == shape and tiles.dtype == np.float32
-        return has_shape and np.array_equal(places, np.arange(self.num_places))
+        return has_shape and layout is None and np.array_equal(places, np.arange(self.num_places))

@@ -305,6 +305,7 @@ def spec_of(config: VisionConfig, dtype: DType) -> EncoderSpec:
         final_norm=config.names.final_norm is not None,
         has_biases=config.has_biases,
         rotary=None if rotary is None else Rotary(head_dim, rotary.frequencies * 2),
+        head_activation=activation_of(config.connector_activation) or Activation.GELU,
         output_norms=config.names.output_norms is not None,
         head_norms=config.names.head_norms is not None,
         turned_parts=2 if config.axis_positions else 1,
@@ -324,6 +325,7 @@ def tower_spec(
     final_norm: bool = True,
     has_biases: bool = True,
     rotary: Rotary | None = None,
+    head_activation: Activation = Activation.GELU,
     **more: Any,
 ) -> EncoderSpec:
     """An encoder of these sizes whose norms come first, and which pools nothing. `more` are fields of it."""
@@ -361,7 +363,7 @@ def tower_spec(
         dense=(),
         normalize=False,
         num_labels=0,
-        head_activation=activation_of(config.connector_activation) or Activation.GELU,
+        head_activation=head_activation,
         head_bias=False,
         head_norm=False,
         **more,

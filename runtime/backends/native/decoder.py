@@ -16,8 +16,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ...errors import ModelError
-from ...models.decoder_config import LatentAttention, LayerInputs
+from ...models.decoder_config import LatentAttention
 from ...models.executor import Floats
+from ...models.layer_inputs_config import LayerInputs
 from ...models.matrices import (
     DecoderLayerWeights,
     DecoderWeights,

@@ -14,14 +14,13 @@ from msgspec.structs import replace
 
 from ..decoder_config import (
     DecoderConfig,
-    LayerInputs,
     LayerRotary,
     LayerShape,
-    Streams,
     read_common,
     read_windows,
 )
 from ..fields import MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Fields, Norm, text_fields
+from ..layer_inputs_config import LayerInputs, Streams
 from .gemma import NAMES, local_rope, main_rope, read_cap
 from .gemma4 import read_sharing
 

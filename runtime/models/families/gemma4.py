@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from ..decoder_config import (
     DecoderConfig,
-    LayerInputs,
     LayerNames,
     LayerRotary,
     LayerShape,
@@ -24,6 +23,7 @@ from ..decoder_config import (
 )
 from ..experts_config import Experts
 from ..fields import MAX_EXPERTS, MAX_HEAD_DIM, MAX_VOCABULARY, MAX_WIDTH, Fields, Norm, text_fields
+from ..layer_inputs_config import LayerInputs
 from ..rope_config import MAX_POSITIONS, RopeConfig
 from ..vision_config import VisionConfig
 

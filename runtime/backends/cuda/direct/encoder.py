@@ -13,8 +13,8 @@ import numpy as np
 
 from .....loader.device.driver.base import Driver
 from ....errors import ModelError
+from ....models.encoder_weights import EncoderWeights
 from ....models.executor import Floats, TextBatch
-from ....models.matrices import EncoderWeights
 from ....models.pooling import normalize, through_dense
 from ....models.relative_positions import bias_buckets
 from ....models.spec import EncoderSpec

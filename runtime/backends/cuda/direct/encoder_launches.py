@@ -10,7 +10,8 @@ import math
 from typing import NamedTuple
 
 from .....loader.device.driver.base import KernelLaunch
-from ....models.matrices import EncoderWeights, LayerNormWeights, Tensor
+from ....models.encoder_weights import EncoderWeights
+from ....models.matrices import LayerNormWeights, Tensor
 from ....models.spec import EncoderSpec, Pooling
 from ....tensors import DType
 from .arguments import Attention, Embed, PlaceHeads, PoolRows

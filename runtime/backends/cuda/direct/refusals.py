@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from ....models.encoder_weights import EncoderWeights
 from ....models.executor import SIZES, Accepts, any_value, one_of, refusal_of
 from ....models.fields import Norm
 from ....models.gptq_awq import GptqAwqMatrix
-from ....models.matrices import DecoderLayerWeights, DecoderWeights, EncoderWeights, Projection
+from ....models.matrices import DecoderLayerWeights, DecoderWeights, Projection
 from ....models.pooling import HOST_ACTIVATIONS
 from ....models.spec import DecoderSpec, EncoderSpec
 from ....tensors import DType

@@ -376,7 +376,7 @@ def _line(text: str) -> str:
 
 
 def _clock(seconds: float, mark: str) -> str:
-    """As in 00:01:02,345."""
+    """A time of subtitles: 00:01:02,345."""
     milliseconds = round(seconds * 1000)
     minutes, rest = divmod(milliseconds, 60_000)
     return f"{minutes // 60:02}:{minutes % 60:02}:{rest // 1000:02}{mark}{rest % 1000:03}"

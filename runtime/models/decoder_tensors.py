@@ -13,7 +13,6 @@ from ..errors import ModelError
 from ..tensors import DType, Tensor
 from ..weights import Weights
 from .decoder_config import DecoderConfig, LatentAttention, LayerRotary
-from .layer_inputs_config import LayerInputs, Streams
 from .matrices import (
     CrossAttentionWeights,
     DecoderLayerWeights,
@@ -34,6 +33,7 @@ from .projections import take_embeddings, take_linear, take_qkv, take_stacked
 if TYPE_CHECKING:
     from ..weights import ExpertGate
     from .experts_config import Experts
+    from .layer_inputs_config import LayerInputs, Streams
 
 QUERY_UP = "self_attn.q_b_proj"  # of latents with queries of a low rank
 INPUT_EMBEDDINGS = "embed_tokens_per_layer"

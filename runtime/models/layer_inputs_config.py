@@ -1,4 +1,4 @@
-"""What Gemma 3n's and Gemma 4's layers have next to x: inputs of their own, and streams of which they compute one."""
+"""Inputs of layers, and streams of x of which a layer computes one, of Gemma 3n and Gemma 4."""
 
 from __future__ import annotations
 

@@ -28,13 +28,13 @@ from .decoder_config import (
     Sublayers,
 )
 from .fields import Norm
-from .layer_inputs_config import LayerInputs, Streams
 from .rotary import Rotary
 
 if TYPE_CHECKING:
     from .delta_nets_config import DeltaNets
     from .encoder_config import Disentangled, EncoderConfig, PositionBias
     from .experts_config import Experts
+    from .layer_inputs_config import LayerInputs, Streams
     from .mamba_config import Mamba
 
 

@@ -62,9 +62,8 @@ class VisionWeights(Struct, frozen=True, eq=False):
     # Of patches, of their products, and of the sums of these and their positions, by `ENTRY_NORM_EPS`; or none.
     entry_norms: tuple[LayerNormWeights, ...] = ()
     mean_scale: float = 1.0  # of the mean before that, in fp32,
-    mean_standard: tuple[Tensor, Tensor] | None = (
-        None  # (hidden,) each: and then (mean - the first) * the second
-    )
+    # (hidden,) each: and then (mean - the first) * the second
+    mean_standard: tuple[Tensor, Tensor] | None = None
     connector_output: Projection | None = None  # then an activation, and to the decoder's rows
     mark: Tensor | None = None  # (the decoder's hidden_size,): of `TileLayout`
     deep: tuple[DeepConnector, ...] = ()  # of what some layers give

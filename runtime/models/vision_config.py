@@ -6,8 +6,7 @@ and see those of their window in most layers. Qwen3-VL's has a table of position
 some of its layers also become rows. Qwen3.5's is the same without these. Gemma 4's tower has no windows either; a
 table of columns and one of rows are its positions, by which halves of heads turn, too. Its unified models have these
 tables, and no layers: a tower of none. The connector makes one row of the decoder's embeddings of each square of
-patches: side by side (pixel shuffle, arXiv 2408.12637, section 3), or of their mean.
-Nothing here imports numpy.
+patches: side by side (pixel shuffle, arXiv 2408.12637, section 3), or of their mean. Nothing here imports numpy.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from ...errors import ModelError
 from ...models.decoder_config import LatentAttention
 from ...models.executor import Floats
-from ...models.layer_inputs_config import LayerInputs
 from ...models.matrices import (
     DecoderLayerWeights,
     DecoderWeights,
@@ -41,6 +40,7 @@ from .weights import ProjectionParts
 
 if TYPE_CHECKING:
     from ....loader.native.library import Library
+    from ...models.layer_inputs_config import LayerInputs
     from .adapters import AdaptedSteps, StepRuns
     from .arrays import Array
 

@@ -122,7 +122,7 @@ class EncoderWorkspace:
         self._device.driver.free(self._address)
 
     def _take_angles(self, spec: EncoderSpec) -> None:
-        """As the host's cores have them: rounded to the model's dtype."""
+        """The same values as the host's cores have: rounded to the model's dtype."""
         for rotary, arrays in zip((spec.rotary, spec.local_rotary), self.arrays.angles, strict=True):
             if rotary is not None:
                 for array, numbers in zip(arrays, rotary.tables(0, self.arrays.num_rows), strict=True):

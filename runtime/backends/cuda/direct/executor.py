@@ -414,7 +414,7 @@ class DirectModelBackend:
         self._asked = asked
 
     def compute_dtype(self, stored: DType, *, is_quantised: bool, is_encoder: bool = False) -> ComputeDtype:
-        """As stored, or of fp32: encoders in fp16, which their numbers fit, decoders in bf16."""
+        """The stored dtype; of fp32, fp16 for encoders, whose numbers fit, and bf16 for decoders."""
         if self._asked != AUTO:
             return ComputeDtype(stored, DType.of_label(self._asked), "it was requested")
         if stored is not DType.F32:

@@ -47,6 +47,7 @@ IMPLEMENTED = {
        ("experts", "latent", "convolutions", "delta_nets", "mamba", "score_cap", "logit_cap", "local_rotary",
         "query_scaling", "layer_inputs", "streams")},
     "laurel_rank": one_of(0),
+    "source_len": one_of(0),
     "gate_cuts": lambda cuts: set(cuts) == {None},
     **{name: one_of(1.0) for name in
        ("embedding_scale", "residual_scale", "logits_scale", "mlp_output_scale", "gate_scale",

@@ -137,6 +137,7 @@ ARCHITECTURES_OF = {
 REFUSED = {
     "ministral": "mistral3",
     "bitnet": "bitnet-b1.58",
+    "gemma3n_text": "gemma3n",
 }
 
 

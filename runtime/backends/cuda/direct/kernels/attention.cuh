@@ -165,6 +165,7 @@ struct AttentionBlock {
       __syncthreads();
       load_values(key);
       score(key);
+      if (args.bias) add_bias(key);
       __syncthreads();
       weigh();
       __syncthreads();
@@ -203,13 +204,24 @@ struct AttentionBlock {
         }
         EACH(i, 4) {
           const u32 row = 16 * r + g + 8 * (i / 2), at = first + 2 * c + i % 2, position = position_of(row);
-          const bool sees = key + at <= min(position + args.ahead, context - 1) && position < key + at + args.window && row < num_pairs;
-          float scaled = acc[i] * args.scale;
-          if (args.bias && sees) scaled += args.bias[(kv_head * group + (first_pair + row) % group) * (2ull * args.reach + 1) + key + at + args.reach - position];
+          const bool sees = key + at <= position + args.ahead && key + at < context && position < key + at + args.window && row < num_pairs;
+          const float scaled = acc[i] * args.scale;
           room.scores[row][at] = !sees ? NONE : args.cap > 0 ? args.cap * tanhf(scaled) : scaled;
         }
       }
     }
+  }
+
+  // Each thread adds it to the scores that it wrote. Apart from these, whose registers it would take.
+  __device__ __forceinline__ void add_bias(u32 key) {
+    for (u32 eight = 0; eight < 2; eight++)
+      for (u32 r = 0; r < num_tiles; r++)
+        for (u32 i = 0; i < 4; i++) {
+          const u32 row = 16 * r + g + 8 * (i / 2), at = 16 * warp + 8 * eight + 2 * c + i % 2;
+          if (room.scores[row][at] == NONE) continue;
+          const u64 head = kv_head * group + (first_pair + row) % group;
+          room.scores[row][at] += args.bias[head * (2ull * args.reach + 1) + key + at + args.reach - position_of(row)];
+        }
   }
 
   // Scores become weights; 8 lanes a row, in an order that does not depend on ROW_TILES.

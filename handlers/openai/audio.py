@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ...runtime.engine.engine import Engine
     from ...runtime.speech.features import Spectrogram
     from ...runtime.speech.settings import SpeechSettings
-    from ...runtime.speech.windows import Segment
+    from ...runtime.speech.windows import SpokenSegment
     from ...runtime.text.tokenizer import TextTokenizer
 
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
@@ -107,7 +107,7 @@ def _temperature(text: str) -> float:
 class WindowAnswer(Struct, frozen=True):
     """A segment with what is known of its window's tokens."""
 
-    segment: Segment
+    segment: SpokenSegment
     text: str
     mean_logprob: float
 
@@ -268,7 +268,7 @@ class Scribe:
         ]
         return max(step, 1)
 
-    def _texts(self, segments: Sequence[Segment]) -> list[str]:
+    def _texts(self, segments: Sequence[SpokenSegment]) -> list[str]:
         """Of each segment's tokens but those of times."""
         times_from = self._settings.times_from
         return [

@@ -11,7 +11,7 @@ S_PER_TIME = 0.02  # from one token of time to the next
 COLUMNS_PER_TIME = 2  # of a spectrogram
 
 
-class Segment(NamedTuple):
+class SpokenSegment(NamedTuple):
     """A stretch of speech. Times are seconds from the sound's beginning."""
 
     start_s: float
@@ -22,7 +22,7 @@ class Segment(NamedTuple):
 
 def segments_of(
     tokens: Sequence[int], times_from: int, *, first_column: int, num_columns: int
-) -> tuple[list[Segment], int]:
+) -> tuple[list[SpokenSegment], int]:
     """The segments of a window of `num_columns` from this one of the spectrogram on, whose tokens end before the end
     token; and how many columns the next window begins behind it.
 
@@ -42,13 +42,13 @@ def segments_of(
         times = [token for token in tokens if token >= times_from]
         if times and times[-1] != times_from:
             last = times[-1] - times_from
-        return [Segment(begin_s, begin_s + last * S_PER_TIME, tuple(tokens), first_column)], num_columns
+        return [SpokenSegment(begin_s, begin_s + last * S_PER_TIME, tuple(tokens), first_column)], num_columns
     if is_single:
         ends.append(len(tokens))
     segments, first = [], 0
     for end in ends:
         own = tuple(tokens[first:end])
-        segments.append(Segment(seconds(own[0]), seconds(own[-1]), own, first_column))
+        segments.append(SpokenSegment(seconds(own[0]), seconds(own[-1]), own, first_column))
         first = end
     if is_single:
         return segments, num_columns

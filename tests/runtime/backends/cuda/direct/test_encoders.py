@@ -324,7 +324,7 @@ def test_decoders_embed_as_transformers_does_and_the_same_in_company(
 
 @pytest.mark.slow
 def test_long_texts_see_both_ways_in_splits_of_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are processors to spare, the few rows of a text's last item are cut by keys."""
+    """The few rows of a text's last item are cut by keys where processors are to spare."""
     model, oracle = decoder_on_device("embeddinggemma", torch.bfloat16, "mean")
     texts = texts_of(485)
     found = model.model.embed(texts)

@@ -39,11 +39,13 @@ class CopiedPool(ToyPool):
         super().__init__(num_blocks, block_size)
         self.gate = threading.Event()
         self.gate.set()
+        self.entered = threading.Event()  # a copy has begun, and may be waiting at the gate
 
     def copy_out(self, blocks, into):
         into.view(np.int64)[...] = self.data[:, list(blocks)].swapaxes(0, 1).reshape(len(blocks), -1)
 
     def copy_in(self, blocks, content):
+        self.entered.set()
         assert self.gate.wait(TIMEOUT_S)
         rows = content.view(np.int64).reshape(len(blocks), 2, -1)
         self.data[:, list(blocks)] = rows.swapaxes(0, 1)
@@ -208,8 +210,10 @@ def test_the_engine_stops_in_the_middle_of_a_fetch(tmp_path):
     with spilling(tmp_path) as rig:
         serve_three(rig)
         rig.model.pool.gate.clear()
+        rig.model.pool.entered.clear()
         waits = rig.submit(prompt(0), max_tokens=2)
         until(rig.engine, lambda spill: spill.fetching == 1)
+        assert rig.model.pool.entered.wait(TIMEOUT_S)
         assert spill_threads() - before
         assert not rig.engine.stop(0.05)  # the block that is being copied
         with pytest.raises(DrainingError):

@@ -3,8 +3,8 @@
     python -m benchmarks.own_engine ADDRESS < TASK
 
 Task and answer are those of `peers/llama.py`. The engine is that of an `Instance`, as `teneral serve` has it, except
-that it keeps no prefixes, so that every prompt is computed. It is warmed up until its pages are huge and it gets no
-faster.
+that it keeps no prefixes, so that every prompt is computed, and looks not ahead: answers of random weights repeat
+themselves, and guesses of them would count as speed. It is warmed up until its pages are huge and it gets no faster.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ Prompts = list[list[int]]
 def main() -> None:
     address = sys.argv[1]
     task = json.load(sys.stdin)
-    config = ServeConfig(model=address, kv_bytes=KV_BYTES, prefix_cache=False, threads=task["threads"])
+    config = ServeConfig(
+        model=address, kv_bytes=KV_BYTES, prefix_cache=False, look_ahead=0, threads=task["threads"]
+    )
     with Instance(config) as instance:
         engine = instance.engine.result(TIMEOUT_S)
         if not instance.wait_exact():
@@ -66,10 +68,13 @@ def main() -> None:
 def run(engine: Engine, prompts: Prompts, num_tokens: int) -> tuple[list[list[float]], list[list[int]]]:
     """When each token of each sequence came, in seconds from the call, and the tokens."""
     times: list[list[float]] = [[] for _ in prompts]
+    ended = threading.Semaphore(0)  # a result may be there before its last event was delivered
 
     def submit(number: int, prompt: list[int]) -> Generation:
         def on_event(event: GenerationEvent) -> None:
             times[number] += [time.monotonic() - start_s] * len(event.tokens)
+            if event.finish_reason is not None:
+                ended.release()
 
         return engine.submit(
             GenerationRequest(
@@ -85,6 +90,8 @@ def run(engine: Engine, prompts: Prompts, num_tokens: int) -> tuple[list[list[fl
     start_s = time.monotonic()
     generations = [submit(number, prompt) for number, prompt in enumerate(prompts)]
     tokens = [list(generation.result(TIMEOUT_S).tokens) for generation in generations]
+    for _ in prompts:
+        ended.acquire(timeout=TIMEOUT_S)
     return times, tokens
 
 

@@ -4,7 +4,8 @@
 
 Synthetic traces × pools, `--seconds` each, replayed against real pools; the figures that the plan needs are measured
 before, by `teneral pool measure`, and the front's time, which is added to a request's. Compared are cold share, the
-first token's median and 99th percentile, and instance-seconds: medians of the errors over all runs.
+first token's median and 99th percentile, and instance-seconds: medians of the errors over all runs. Figures are
+measured again after the replays: a plan cannot know how far the machine's own speed went meanwhile.
 
 - By default the demo's model in a store at `--rate-mb-s` (10**6 bytes a second for all starts together; 0: from the
   local disk): most of what it tests are starts. Pools that end idle instances after seconds meet as many cold starts in
@@ -126,9 +127,7 @@ def main() -> None:
             pool: _file(source, case.common, settings, options.standby)
             for pool, settings in case.pools.items()
         }
-        (folder / "measure.toml").write_text(files["one warm"])
-        measure(str(folder / "measure.toml"), num_starts=7, output=str(folder / "measured.json"))
-        profile = read_profiles(folder / "measured.json")["m"]
+        profile = _measured(folder, files["one warm"])
         if rate_mb_s:
             profile = profile_of({"link_bytes_s": 1e6 * rate_mb_s}, "--rate-mb-s", profile)
         report["front_s"] = front_s = _front_s(folder, files["one warm"])
@@ -151,6 +150,7 @@ def main() -> None:
                         "plan": plan,
                     }
                 )
+        report["profile_after"] = _measured(folder, files["one warm"]).as_json()
     report["results"] = runs
     report["search"] = _search_speed()
     finish(report, render(report), save=options.save)
@@ -159,6 +159,12 @@ def main() -> None:
 def _file(source: str, common: str, settings: str, standby: int) -> str:
     model = f'[models.m]\nsource = "{source}"\n{common}{settings}\n'
     return f'version = 1\n{model}[node]\nmemory = "6GiB"\nstandby = {standby}\n'
+
+
+def _measured(folder: Path, file: str) -> Profile:
+    (folder / "measure.toml").write_text(file)
+    measure(str(folder / "measure.toml"), num_starts=7, output=str(folder / "measured.json"))
+    return read_profiles(folder / "measured.json")["m"]
 
 
 def _front_s(folder: Path, file: str) -> float:
@@ -371,6 +377,14 @@ def render(report: dict[str, Any]) -> str:
             "median errors: "
             + ", ".join(f"{key} {error:.3f} (goal {goals[key]})" for key, error in errors.items())
         )
+    before, after = report["profile"], report["profile_after"]
+    lines.append(
+        "figures after the replays, relative to those before: "
+        + ", ".join(
+            f"{name} {after[key] / before[key]:.2f}x"
+            for name, key in (("prompts' tokens/s", "prefill_tokens_s"), ("starts", "start_s"))
+        )
+    )
     search = report["search"]
     lines.append(
         f"search: {search['requests']:,} requests × {search['pools']} pools in {search['seconds']:.1f} CPU-s "

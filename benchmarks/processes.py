@@ -19,9 +19,12 @@ class RunError(Exception):
 
 
 def environment(extra: Mapping[str, str] = {}) -> dict[str, str]:
-    """This process's own, without what would make measurements worthless, and with `extra`."""
+    """This process's own, without what would make measurements worthless, and with `extra`.
+
+    Look-ahead is off unless a variable says otherwise: answers of random weights repeat themselves.
+    """
     own = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "ORT_DISABLE_TELEMETRY": "1"}
-    variables = {**os.environ, **own, **extra}
+    variables = {"TENERAL_LOOK_AHEAD": "off", **os.environ, **own, **extra}
     variables.pop("PYTHONDONTWRITEBYTECODE", None)  # importing torch would take three times as long
     return variables
 

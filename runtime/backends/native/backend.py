@@ -14,7 +14,6 @@ from .decoder import NativeDecoder
 from .implemented import NAME, refusal
 
 if TYPE_CHECKING:
-    from ....loader.native.library import Library
     from ...models.encoder_weights import EncoderWeights
     from ...models.speech import SpeechExecutor, SpeechWeights
     from ...models.vision import VisionExecutor, VisionWeights
@@ -87,13 +86,9 @@ class NativeBackend:
 class _Decoder(NativeDecoder):
     """Makes its pools, too."""
 
-    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, library: Library) -> None:
-        super().__init__(spec, weights, library)
-        self._isa = library.isa
-
     @property
     def numerics(self) -> str:
-        return f"{NAME}/{VERSION}/{self._isa}"
+        return f"{NAME}/{VERSION}/{self._library.isa}"
 
     def new_kv(self, num_blocks: int, block_size: int, kind: KVKind, num_states: int | None = None) -> Any:
         return _STORAGES[kind](self._spec.kv_shape(num_blocks, block_size, num_states))

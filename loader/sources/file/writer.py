@@ -262,7 +262,7 @@ def has_writer(path: str) -> bool:
 def remove(path: str) -> None:
     """Remove the object, between two conditional writers' turns."""
     with ExitStack() as stack:
-        # One that this user may not write, or a file system without locks: nobody replaces it on a condition.
+        # The user may not write it, or the file system has no locks: then no writer replaces it on a condition.
         with suppress(OSError):
             stack.enter_context(_held(path))
         os.unlink(path)

@@ -17,7 +17,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define TN_VERSION 3
+#define TN_VERSION 4
 #define TN_EXPORT __attribute__((visibility("default")))
 
 typedef enum tn_status {
@@ -564,6 +564,7 @@ typedef struct tn_projection {
     int64_t num_parts;
     int64_t num_in;
     int64_t num_out; /* of all parts together */
+    void *inputs;    /* (num_rows, num_in): gets what a step's product takes; or NULL. Not of experts, routers or latents' value_up. */
 } tn_projection;
 
 /* What turns a layer's queries and keys. */

@@ -2,6 +2,7 @@
 #include "projection.h"
 
 #include <stdbool.h>
+#include <string.h>
 
 #include "elements.h"
 #include "linear.h"
@@ -81,7 +82,17 @@ static void pack_stage(const tn_product *product, tn_region *region) {
 #endif
 }
 
+static void keep_stage(const tn_product *product, tn_region *region) {
+    const tn_projection *of = product->projection;
+    const size_t bytes = (size_t)(of->num_in * element_bytes(product->dtype));
+    if (of->inputs == NULL) return;
+    EACH_ROW(region, product->num_rows)
+        memcpy((char *)of->inputs + (size_t)row * bytes, (const char *)product->x + (size_t)row * bytes, bytes);
+    tn_barrier(region);
+}
+
 void tn_input_stage(const tn_product *product, tn_region *region) {
+    keep_stage(product, region);
     permute_stage(product, region);
     pack_stage(product, region);
 }

@@ -26,7 +26,8 @@ int64_t tn_product_packed_bytes(int64_t num_rows, int64_t num_in, int64_t permut
 /* Forms of packed inputs that its parts without an order of their own take. */
 int tn_projection_forms(const tn_projection *projection, int dtype);
 
-/* Puts inputs into the orders that parts have, and packs them for tiles; then a barrier. Nothing, where neither is needed. */
+/* Keeps inputs where the projection says so, puts them into the orders that parts have, and packs them for tiles; each with a
+ * barrier. Nothing, where none is needed. */
 void tn_input_stage(const tn_product *product, tn_region *region);
 
 /* All columns. */

@@ -19,25 +19,6 @@ ROUNDING_S = 1e-9
 
 
 class SimulatedInstance:
-    __slots__ = (
-        "began_s",
-        "busy_since_s",
-        "clock",
-        "ends",
-        "held",
-        "idle_since_s",
-        "in_work",
-        "link_share",
-        "model",
-        "node",
-        "number",
-        "own",
-        "prompts_end",
-        "ready_s",
-        "stamp",
-        "step_begin",
-    )
-
     def __init__(self, model: SimulatedModel, began_s: float, number: int) -> None:
         self.model = model
         self.node: Site | None = None
@@ -52,51 +33,21 @@ class SimulatedInstance:
         self.stamp = 0  # of its next completion; an older one is void
         self.prompts_end = 0.0  # of the prompts that it has, on the host's clock
         self.step_begin = 0.0  # of the last of the steps that compute them
-        self.held: (
-            list[tuple[float, ArrivedRequest]] | None
-        ) = []  # requests, with arrivals, until it is loaded
+        # Requests, with arrivals, until it is loaded.
+        self.held: list[tuple[float, ArrivedRequest]] | None = []
         self.idle_since_s = 0.0
         self.busy_since_s = 0.0
 
 
 class SimulatedModel:
-    __slots__ = (
-        "chance",
-        "cores",
-        "decides_s",
-        "gaps",
-        "idle",
-        "in_work",
-        "limited_s",
-        "loads",
-        "max_in_work",
-        "outcome",
-        "overhead_ratios",
-        "present",
-        "profile",
-        "prompt_ratios",
-        "quiet_since_s",
-        "ready",
-        "scaled",
-        "slots",
-        "speeds",
-        "start_ratios",
-        "starting",
-        "waiting",
-        "wanted",
-        "window",
-        "work_cores",
-    )
-
     def __init__(self, model: Model, profile: Profile) -> None:
         self.scaled = model
         self.profile = profile
         self.outcome = Outcome()
         self.ready: list[SimulatedInstance] = []
         self.in_work = 0  # requests at all of them
-        self.loads: list[
-            tuple[int, int, SimulatedInstance]
-        ] = []  # a heap: requests, number; outdated ones too
+        # A heap: requests, number; outdated ones too.
+        self.loads: list[tuple[int, int, SimulatedInstance]] = []
         self.idle: deque[tuple[float, SimulatedInstance]] = deque()  # since when; some are busy again
         self.starting = 0
         self.present = 0  # starting and ready

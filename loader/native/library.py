@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import NativeLibraryError, UsageError
 from ..process.cpu import available_cores
 
-VERSION = 3  # of the interface, `TN_VERSION` in core.h
+VERSION = 4  # of the interface, `TN_VERSION` in core.h
 ISA_VARIABLE = "TENERAL_ISA"
 _CPUINFO = "/proc/cpuinfo"
 _MAX_CPUINFO_BYTES = 64 << 10  # enough for the first processor's lines

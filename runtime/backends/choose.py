@@ -54,7 +54,9 @@ class BackendChoice(Struct, frozen=True):
         return _direct_device(self.device, self.kernel_dir)
 
     def check(self) -> None:
-        """Raise `UsageError` for a combination that this machine cannot run."""
+        """Raise `UsageError` for a combination that this machine cannot run, and `NativeLibraryError` where only the
+        native core could compute, and has no library for this processor.
+        """
         if self.asked == NATIVE and self.device != CPU:
             raise UsageError(
                 f"the native backend runs on the CPU only, but the weights are on {self.device}",
@@ -86,6 +88,10 @@ class BackendChoice(Struct, frozen=True):
                 key="backend",
                 hint="pip install 'teneral[torch]'; on a CPU --backend native needs none.",
             )
+        if self.device == CPU and (self.asked == NATIVE or (self.asked == AUTO and not has_torch())):
+            from ...loader.native.library import require_library  # torch does without
+
+            require_library()
 
     def model_backends(self) -> Iterator[ExecutorFactory]:
         """Yield the candidates in order of preference. Each is imported only when it is reached."""
@@ -160,14 +166,8 @@ def _torch(choice: BackendChoice) -> ExecutorFactory:
     return TorchBackend(ComputePolicy.of_this_machine(choice.compute_dtype))
 
 
-def _numpy(choice: BackendChoice) -> ExecutorFactory:
-    from .native.backend import ReferenceBackend
-
-    return ReferenceBackend(choice.compute_dtype)
-
-
-# In order of preference. numpy stands in for the native core where that has no library.
-ROWS = (BackendRow(NATIVE, _native), BackendRow(TORCH, _torch, has_torch), BackendRow(NATIVE, _numpy))
+# In order of preference.
+ROWS = (BackendRow(NATIVE, _native), BackendRow(TORCH, _torch, has_torch))
 
 
 def model_of_transformers(config: Any, weights: Any, compute_dtype: str, **files: Any) -> tuple[Any, bool]:

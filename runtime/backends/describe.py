@@ -12,8 +12,8 @@ from ..kv.storage import FloatBlocks, Int8Blocks
 from ..models.adapter import AdapterPlace, modules_of
 from ..models.decoder_config import DecoderConfig, is_pooled
 from ..models.encoder_config import EncoderConfig, is_encoder
-from ..models.executor import refusal_of
-from ..models.spec import DecoderSpec, EncoderSpec, native_alone
+from ..models.executor import native_alone, refusal_of
+from ..models.spec import DecoderSpec, EncoderSpec
 from ..tensors import DType
 from .cuda.implemented import refusal_of_spec as kernels_refusal_of
 from .native.encoder import IMPLEMENTED as ENCODERS_IMPLEMENTED

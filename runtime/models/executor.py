@@ -18,8 +18,9 @@ from msgspec.structs import asdict
 from ..kv.storage import KVKind
 from ..step.batch import Int64s, StepBatch
 from ..tensors import DType
+from .decoder_config import Sublayers
 from .matrices import DecoderWeights
-from .spec import DecoderSpec, EncoderSpec
+from .spec import DecoderSpec, EncoderSpec, are_alike
 
 if TYPE_CHECKING:
     from .encoder_weights import EncoderWeights
@@ -216,19 +217,39 @@ def one_of(*values: Any) -> Accepts:
     return lambda value: value in values
 
 
-# The fields that only scale an executor's loops: every one takes any value.
-SIZES: Mapping[str, Accepts] = dict.fromkeys(
-    (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_layers",
-        "num_heads",
-        "norm_eps",
-        "attention_scale",
+def any_of(names: str) -> Mapping[str, Accepts]:
+    """Entries of these fields, whose names are in one text, for an executor that implements every value."""
+    return dict.fromkeys(names.split(), any_value)
+
+
+def none_of(names: str) -> Mapping[str, Accepts]:
+    """Entries of these fields for an executor that implements none of them: they are None, False, 0 or empty."""
+    return dict.fromkeys(names.split(), one_of(None, False, 0, ()))
+
+
+# The fields that only scale an executor's loops.
+SIZES = any_of("vocab_size hidden_size intermediate_size num_layers num_heads norm_eps attention_scale")
+
+# What the native core alone implements, for executors without it.
+NATIVE_ALONE: Mapping[str, Accepts] = {
+    **none_of("delta_nets mamba layer_scalars layer_inputs streams laurel_rank source_len"),
+    "sublayers": lambda kinds: set(kinds) == {Sublayers.BOTH},
+    "layer_shapes": are_alike,
+    "gate_cuts": lambda cuts: set(cuts) == {None},
+}
+# And what comes with it, and with images.
+WITHOUT_NATIVE: Mapping[str, Accepts] = {
+    **NATIVE_ALONE,
+    **none_of(
+        "value_norms gated_attention rotary_axes num_deep_rows takes_images whole_images windowed_images"
     ),
-    any_value,
-)
+    **dict.fromkeys(("mlp_output_scale", "gate_scale", "attention_output_scale"), one_of(1.0)),
+}
+
+
+def native_alone(spec: DecoderSpec) -> str | None:
+    """The field of the spec that the native core alone implements; None where there is no such."""
+    return next((name for name, accepts in NATIVE_ALONE.items() if not accepts(getattr(spec, name))), None)
 
 
 def refusal_of(

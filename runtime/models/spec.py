@@ -355,23 +355,6 @@ def rounded(number: float, dtype: DType) -> float:
     return float(to_float32(from_float32(wide, dtype), dtype)[0])
 
 
-def native_alone(spec: DecoderSpec) -> str | None:
-    """The field of the spec that the native core alone implements; None where there is no such."""
-    found = {
-        "delta_nets": spec.delta_nets is not None,
-        "mamba": spec.mamba is not None,
-        "sublayers": set(spec.sublayers) != {Sublayers.BOTH},
-        "layer_shapes": not are_alike(spec.layer_shapes),
-        "layer_scalars": spec.layer_scalars,
-        "layer_inputs": spec.layer_inputs is not None,
-        "streams": spec.streams is not None,
-        "laurel_rank": spec.laurel_rank > 0,
-        "gate_cuts": set(spec.gate_cuts) != {None},
-        "source_len": spec.source_len > 0,
-    }
-    return next((name for name, is_there in found.items() if is_there), None)
-
-
 class DenseSpec(Struct, frozen=True):
     """activation(x @ weight.T + bias) of embeddings, in fp32."""
 

@@ -3,7 +3,7 @@
 The whole model is in memory as stored. The windows of a text are independent, and all of them go
 through one layer before any goes through the next, when the moments of that layer are first
 requested. They exist until each matrix that was announced has got its own: packing works on a few
-neighbouring layers at a time. numpy computes, in fp32.
+neighbouring layers at a time. The native core computes the layers, in fp32.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from glob import glob
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...loader.artifact import open_artifact
 from ...loader.memory.limits import available, check_fits
+from ...loader.native.library import require_library
 from ...loader.sources.base import Source
 from ...loader.tools.pack.quantize import InputMoments
-from ..backends.native.reference import floats_of, scale_and_cap
-from ..backends.native.reference_models import ReferenceDecoder
+from ..backends.native import arrays, implemented
+from ..backends.native.decoder import NativeDecoder, NativeStep
 from ..errors import ModelError
 from ..kv.storage import KVStorage
-from ..models.adapter import AdapterPlace, modules_of
+from ..models.adapter import modules_of
 from ..models.decoder import Decoder
 from ..models.decoder_tensors import QUERY_UP
-from ..models.matrices import DecoderLayerWeights, DecoderWeights
 from ..models.spec import DecoderSpec
 from ..step.batch import SequenceSpan, StepBatch
-from ..tensors import DType, to_float32
+from ..tensors import DType
 from .decoders import WINDOW_TOKENS, cut_windows
 from .evaluate import WORK_BYTES, OnProgress, PartCounter, WholeDecoder, check_max_tokens
 from .sequences import sample_windows
@@ -41,9 +41,6 @@ from .text import EvaluationText, InputReader
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-
-    from ..backends.native.pools import Pool
-    from ..models.matrices import Projection
 
     Floats = npt.NDArray[np.float32]
 
@@ -57,7 +54,7 @@ _MIN_OWN_TOKENS = 1024
 _NARROW = 1024
 _BLOCK_TOKENS = 16
 _STEP_TOKENS = 2048  # of several windows; bounds the activations
-_QUERY_UP = AdapterPlace.DOWN + 1  # of latents: in the place of Mamba-2's, which are not calibrated
+_PROJECTIONS = ("qkv", "output", "gate_up", "down", "query_up")  # that have moments, by the layer's record
 
 
 class Calibration:
@@ -65,31 +62,35 @@ class Calibration:
 
     def __init__(self, decoder: Decoder, windows: Sequence[Sequence[int]], names: Iterable[str]) -> None:
         """The decoder's weights must be loaded. `names` are the matrices that will be requested, each
-        once; others have no moments.
+        once; others have no moments. Raises `ModelError` for a decoder that the native core does not compute.
         """
         config = decoder.config
         spec = DecoderSpec.of(config, DType.F32)
-        self._layers = decoder.weights.layers
-        self._places: dict[str, tuple[int, int]] = {
-            f"{root}{config.model_names.layers}.{layer}.{module.name}.weight": (layer, module.place)
+        if reason := implemented.refusal(spec, decoder.weights):
+            raise ModelError(f"the model cannot be calibrated: {reason}", hint="Pack it with --no-calibrate.")
+        self._places: dict[str, tuple[int, str]] = {
+            f"{root}{config.model_names.layers}.{layer}.{module.name}.weight": (
+                layer,
+                module.place.name.lower(),
+            )
             for root in config.roots
             for layer in range(config.num_layers)
             for module in modules_of(config, layer)
         }
         if config.latent is not None:
             self._places |= {
-                f"{root}layers.{layer}.{QUERY_UP}.weight": (layer, _QUERY_UP)
+                f"{root}layers.{layer}.{QUERY_UP}.weight": (layer, "query_up")
                 for root in config.roots
                 for layer in range(config.num_layers)
             }
-        self._decoder = _MeteredDecoder(spec, decoder.weights)
+        self._decoder = _MeteredDecoder(spec, decoder.weights, require_library())
         self._batches = list(_batches(windows))
         num_blocks = max(batch.spans[-1].blocks[-1] for batch in self._batches) + 1
         self._kv = KVStorage(spec.kv_shape(num_blocks, _BLOCK_TOKENS))
         self._states = [self._decoder.embed(batch) for batch in self._batches]
         # Layers that the states have passed.
         self._num_done = 0
-        self._meters: dict[tuple[int, int], _Meter] = {}  # by layer and projection
+        self._meters: dict[tuple[int, str], _Meter] = {}  # by layer and projection
         self._expected = Counter(self._places[name] for name in names if name in self._places)
         self._lock = threading.Lock()
 
@@ -113,13 +114,11 @@ class Calibration:
 
     def _advance(self) -> None:
         layer = self._num_done
-        meters = self._decoder.meter(self._layers[layer])
-        for number, batch in enumerate(self._batches):
+        for batch, x in zip(self._batches, self._states, strict=True):
             step = self._decoder.begin(batch, self._kv)
-            self._states[number] = self._decoder.layers(step, layer, layer + 1, self._states[number])
-        for projection, meter in enumerate(meters):
-            if meter is not None and self._expected[layer, projection] > 0:
-                self._meters[layer, projection] = meter
+            for projection, inputs in self._decoder.inputs_of(step, layer, x).items():
+                if self._expected[layer, projection] > 0:
+                    self._meters.setdefault((layer, projection), _Meter(inputs.shape[1])).add(inputs)
         self._num_done += 1
 
 
@@ -146,63 +145,28 @@ class _Meter:
             return self._inputs
 
 
-class _MeteredDecoder(ReferenceDecoder):
-    """The decoder in numpy, many rows at a time, with meters before the projections of one layer."""
+class _MeteredDecoder(NativeDecoder):
+    """The native decoder, which shows what the projections of a layer take."""
 
-    def __init__(self, spec: DecoderSpec, weights: DecoderWeights) -> None:
-        super().__init__(spec, weights)
-        self._meters: dict[int, _Meter] = {}  # by the identity of the projection
-
-    def meter(self, layer: DecoderLayerWeights) -> tuple[_Meter | None, ...]:
-        """New meters for this layer, in the order of `AdapterPlace` and `_QUERY_UP`; None for a mixture's experts,
-        each of which sees few rows.
+    def inputs_of(self, step: NativeStep, layer: int, x: Any) -> dict[str, Floats]:
+        """x through the layer, in place. The inputs (T, K) of its projections, which are not copied; none of a
+        mixture's experts, each of which sees few rows.
         """
-        projections = (layer.qkv, layer.output, layer.gate_up, layer.down, layer.query_up)
-        meters = tuple(None if each is None else _Meter(each.num_in) for each in projections)
-        self._meters = {
-            id(projection): meter
-            for projection, meter in zip(projections, meters, strict=True)
-            if meter is not None
+        if layer not in self._parts:
+            self._fill(layer)
+        assert layer in self._parts, "weights that are there are settled"
+        projections = {name: getattr(self._layers[layer], name) for name in _PROJECTIONS}
+        inputs = {
+            name: np.empty((len(step.batch.tokens), projection.num_in), np.float32)
+            for name, projection in projections.items()
+            if projection.num_parts
         }
-        return meters
-
-    def _project(self, x: Floats, projection: Projection, dtype: DType) -> Floats:
-        meter = self._meters.get(id(projection))
-        if meter is not None:
-            meter.add(x)
-        parts = []
-        for matrix in projection.matrices():
-            columns = matrix.columns
-            part = (x if columns is None else x[:, columns]) @ floats_of(matrix).T
-            if matrix.bias is not None:
-                part += to_float32(matrix.bias.array, matrix.bias.dtype)
-            parts.append(part)
-        return np.concatenate(parts, axis=1)
-
-    def _attend_span(self, index: int, pool: Pool, span: SequenceSpan, queries: Floats, out: Floats) -> None:
-        """A whole window: its keys and values are those of its own rows."""
-        spec = self._spec
-        keys, values = self._keys_and_values(index, pool, span)  # (kv_heads, T, head_dim)
-        rows = slice(span.start, span.start + span.length)
-        own = queries[rows].reshape(span.length, spec.num_kv_heads, -1, spec.head_dim).transpose(1, 2, 0, 3)
-        places = np.arange(span.length)
-        first = np.array([spec.first_key(index, place) for place in range(span.length)])
-        is_seen = (places <= places[:, None]) & (places >= first[:, None])
-        group = spec.num_heads // spec.num_kv_heads
-        sinks = self._weights.layers[index].sinks
-        for head, (of_head, key, value) in enumerate(zip(own, keys, values, strict=True)):
-            heads = slice(head * group, (head + 1) * group)
-            scores = scale_and_cap(of_head @ key.T, spec.attention_scale, spec.score_cap)
-            scores = np.where(is_seen, scores, np.float32(-1e30))  # (group, T, T)
-            largest, sink = scores.max(-1, keepdims=True), None
-            if sinks is not None:
-                sink = to_float32(sinks.array[heads], sinks.dtype)[:, None, None]
-                largest = np.maximum(largest, sink)
-            powers = np.exp(scores - largest)
-            total = powers.sum(-1, keepdims=True)
-            if sink is not None:
-                total += np.exp(sink - largest)
-            out[rows, heads] = ((powers / total) @ value).transpose(1, 0, 2)
+        for name, kept in inputs.items():
+            projections[name].inputs = arrays.address(kept)
+        self.layers(step, layer, layer + 1, x)
+        for name in inputs:
+            projections[name].inputs = None
+        return inputs
 
 
 def weight_bytes(source: Source) -> int:

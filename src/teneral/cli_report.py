@@ -51,6 +51,7 @@ EXIT_CODES: tuple[tuple[type[loading.TeneralError], int], ...] = (
     (loading.ManifestError, 9),
     (loading.CheckpointError, 10),
     (loading.ChangedError, 11),
+    (loading.NativeLibraryError, 12),
     (loading.InsufficientMemoryError, 16),
     (loading.LoadError, 17),
     (loading.SourceError, 5),

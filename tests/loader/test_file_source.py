@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import signal
@@ -305,6 +306,34 @@ def test_of_many_who_replace_a_version_only_one_wins(folder: Path) -> None:
         assert race(puts) == ["AlreadyExistsError"] * 7 + ["won"]
         version = store.stat("m.json").version
     assert files(folder) == ["m.json"]
+
+
+def test_a_deletion_waits_for_a_conditional_writer_of_the_object(folder: Path) -> None:
+    """What a writer has compared is still there when it replaces it."""
+    store = FileStore(folder)
+    store.put("m.json", b"first")
+    with (folder / "m.json").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        deleter = threading.Thread(target=store.delete, args=("m.json",))
+        deleter.start()
+        deleter.join(0.2)
+        assert deleter.is_alive()
+        assert files(folder) == ["m.json"]
+    deleter.join()
+    assert files(folder) == []
+
+
+def test_many_delete_the_same_object(folder: Path) -> None:
+    for _ in range(20):
+        FileStore(folder).put("m.json", b"first")
+        assert race([lambda: FileStore(folder).delete("m.json")] * 8) == ["won"] * 8
+
+
+def test_an_object_that_may_not_be_written_is_deleted(folder: Path) -> None:
+    FileStore(folder).put("m.json", b"first")
+    (folder / "m.json").chmod(0o400)
+    FileStore(folder).delete("m.json")
+    assert files(folder) == []
 
 
 def test_writers_and_deleters_of_one_folder_do_not_trip_over_each_other(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from tests.support.native import SOFT_TILES, each_isa, loaded, path_of
 
 from teneral.loader.errors import NativeLibraryError, UsageError
 from teneral.loader.native.library import (
+    VERSION,
     Library,
     choose_isa,
     cpu_features,
@@ -108,6 +110,20 @@ def test_a_library_says_what_it_is(isa: str) -> None:
     assert library.isa == isa
     library.check_struct("tn_matrix", MatrixRecord)
     library.check_struct("tn_linear_args", LinearArgs)
+
+
+# Of the structs' sizes, as a library lists them.
+SIZES_OF_VERSION = 4, "b8e3313dc771adc0"
+
+
+@each_isa
+def test_a_version_stands_for_the_sizes_of_all_structs(isa: str) -> None:
+    sizes = "".join(f"{name} {size}\n" for name, size in loaded(isa).sizes.items())
+    digest = hashlib.sha256(sizes.encode()).hexdigest()[:16]
+    assert (VERSION, digest) == SIZES_OF_VERSION, (
+        "structs of native/core.h have changed: raise TN_VERSION there and VERSION in loader/native/library.py, once "
+        "between two releases, and put the new digest here"
+    )
 
 
 @each_isa

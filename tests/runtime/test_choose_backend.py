@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.support.decoding import Stepper, oracle_greedy, prompt_of
 from tests.support.models import DictWeights, arrays_of
-from tests.support.tiny_models import config_json, tensors_of, tiny_model
+from tests.support.tiny_models import config_json, save_tiny, tensors_of, tiny_model
 
 import teneral
-from teneral.loader.errors import UsageError
+from teneral import cli
+from teneral.loader.errors import NativeLibraryError, UsageError
+from teneral.loader.native import library as libraries
 from teneral.runtime import torch_import
 from teneral.runtime.backends import choose
 from teneral.runtime.backends.choose import BackendChoice
-from teneral.runtime.backends.native import backend as native
 from teneral.runtime.errors import ModelError
 from teneral.runtime.models.build import build_model
 
@@ -29,7 +30,7 @@ def built(choice: BackendChoice, family: str = "llama", **overrides: Any) -> Any
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(libraries, "_opened", lambda: None)
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "find_spec", lambda name: None if name == "torch" else find_spec(name))
 
 
-@pytest.mark.skipif(native.library() is None, reason="there is no native library for this processor")
+@pytest.mark.skipif(libraries.library() is None, reason="there is no native library for this processor")
 @pytest.mark.parametrize(("asked", "name"), [("auto", "native"), ("native", "native"), ("torch", "torch")])
 @pytest.mark.parametrize("family", ["qwen2", "bert"])
 def test_the_native_core_computes_unless_torch_is_asked_for(asked: str, name: str, family: str) -> None:
@@ -52,19 +53,29 @@ def test_without_a_library_torch_computes_and_the_log_says_why(caplog: pytest.Lo
 
 
 @pytest.mark.usefixtures("no_library", "no_torch")
-@pytest.mark.parametrize("family", ["llama", "bert"])
-def test_without_either_numpy_computes_and_says_so(family: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert built(BackendChoice(), family).executor.name == "numpy"
-    assert "numpy computes, very slowly" in caplog.text
+@pytest.mark.parametrize("asked", ["auto", "native"])
+def test_without_either_the_error_says_how_to_get_a_library(asked: str) -> None:
+    with pytest.raises(NativeLibraryError, match="there is no native library for this processor") as caught:
+        BackendChoice(asked).check()
+    assert "install a wheel of Teneral for this platform" in caught.value.hint
+    assert "python build_native.py" in caught.value.hint
+
+
+@pytest.mark.usefixtures("no_library")
+def test_torch_and_devices_do_without_a_library() -> None:
+    for choice in (BackendChoice(), BackendChoice("torch"), BackendChoice("auto", "cuda:0")):
+        choice.check()
+    with pytest.raises(NativeLibraryError):
+        BackendChoice("native").check()
 
 
 @pytest.mark.usefixtures("no_library", "no_torch")
-def test_numpy_says_what_transformers_says() -> None:
-    oracle, prompt = tiny_model("qwen3"), prompt_of(20)
-    with torch.no_grad():
-        expected = oracle_greedy(oracle, prompt, 12)
-    assert Stepper(built(BackendChoice(), "qwen3")).greedy({"a": prompt}, 12)["a"] == expected
+def test_a_server_without_either_ends_at_once_with_that_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny("llama", tmp_path)
+    assert cli.run(["serve", str(tmp_path), "--port", "0"]) == 12
+    assert "there is no native library for this processor" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_torch")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from tests.support.reference import operations as reference
 
-from teneral.runtime.backends.native import reference
 from teneral.runtime.backends.torch import layers
 from teneral.runtime.backends.torch.tensors import to_torch
 from teneral.runtime.models.parameters import Parameters

@@ -18,7 +18,7 @@ from itertools import islice
 from ...errors import CheckpointError, FormatError, NotFoundError
 from .. import base
 from ..base import ObjectInfo, check_name
-from .writer import FileWriter, Folder, file_info, has_writer, is_temporary
+from .writer import FileWriter, Folder, file_info, has_writer, is_temporary, remove
 
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 
@@ -126,7 +126,7 @@ class FileStore:
         self._check_open(check_name(name))
         path = self._folder.path_of(name)
         with self._folder.translated(name), suppress(FileNotFoundError, NotADirectoryError):
-            os.unlink(path)
+            remove(path)
         self._folder.prune(os.path.dirname(path))
 
     def unfinished(self, folder: str) -> tuple[ObjectInfo, ...]:

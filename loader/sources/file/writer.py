@@ -14,7 +14,7 @@ import fcntl
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from ...errors import (
     AccessDeniedError,
@@ -118,7 +118,7 @@ class FileWriter(Writer):
     """An `ObjectWriter`. `commit` raises `AlreadyExistsError` where `if_absent` or `if_version` do
     not hold.
 
-    `if_version` is compared under a lock that other conditional writers respect.
+    `if_version` is compared under a lock that other conditional writers and deletions respect.
     """
 
     def __init__(
@@ -259,10 +259,19 @@ def has_writer(path: str) -> bool:
     return False
 
 
+def remove(path: str) -> None:
+    """Remove the object, between two conditional writers' turns."""
+    with ExitStack() as stack:
+        # The user may not write it, or the file system has no locks: then no writer replaces it on a condition.
+        with suppress(OSError):
+            stack.enter_context(_held(path))
+        os.unlink(path)
+
+
 @contextmanager
 def _held(path: str) -> Iterator[os.stat_result | None]:
-    """Keep other conditional writers off the object while the block runs; its status, None if there
-    is none.
+    """Keep other conditional writers and deletions off the object while the block runs; its status, None
+    if there is none.
 
     The lock is on the object itself, not on a file next to it: nothing is left lying about, and it
     works over NFS too, which locks no folders.
@@ -276,14 +285,20 @@ def _held(path: str) -> Iterator[os.stat_result | None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             status = os.fstat(fd)
-            with suppress(FileNotFoundError):
-                # The last holder of the lock may have replaced the file: then the lock is on the
-                # wrong one.
-                if os.path.samestat(status, os.stat(path)):
-                    yield status
-                    return
+            # The last holder of the lock may have replaced or removed the file: then the lock is on
+            # the wrong one.
+            if _is_at(path, status):
+                yield status
+                return
         finally:
             os.close(fd)
+
+
+def _is_at(path: str, status: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(status, os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _sync_folder(path: str) -> None:

@@ -1,21 +1,19 @@
-"""The factory of native executors for models, and of numpy ones where there is no library."""
+"""The factory of native executors for models."""
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from ....loader.native.library import VERSION, library
 from ...kv.storage import Int8KVStorage, KVKind, KVStorage
 from ...models.executor import ComputeDtype, EncoderExecutor, Executor
 from ...models.matrices import DecoderWeights
-from ...models.spec import DecoderSpec, EncoderSpec, native_alone
+from ...models.spec import DecoderSpec, EncoderSpec
 from ...tensors import CPU, DType
 from .decoder import NativeDecoder
-from .implemented import NAME, refusal, refusal_of_spec
+from .implemented import NAME, refusal
 
 if TYPE_CHECKING:
-    from ....loader.native.library import Library
     from ...models.encoder_weights import EncoderWeights
     from ...models.speech import SpeechExecutor, SpeechWeights
     from ...models.vision import VisionExecutor, VisionWeights
@@ -25,8 +23,6 @@ _STORAGES: dict[KVKind, type[KVStorage] | type[Int8KVStorage]] = {
     KVKind.INT8: Int8KVStorage,
 }
 _COMPUTED_IN = {DType.BF16: DType.BF16, DType.F16: DType.F32, DType.F32: DType.F32}
-
-logger = logging.getLogger(__name__)
 
 
 class NativeBackend:
@@ -87,63 +83,15 @@ class NativeBackend:
         return None if self._library is not None else f"{self.name} has no library for this processor"
 
 
-class ReferenceBackend(NativeBackend):
-    """The same operations in numpy: a hundred times slower, and needing nothing else. It says so when it is used."""
+class _Decoder(NativeDecoder):
+    """Makes its pools, too."""
 
-    name = "numpy"
-
-    def refuses_decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> str | None:
-        lacked = "takes_images" if spec.takes_images else native_alone(spec)
-        if lacked is not None:
-            return f"{self.name} does not implement {lacked}"
-        return self._lacks(weights.device) or refusal_of_spec(spec)
-
-    def decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> Executor:
-        from .reference_models import ReferenceDecoder  # few have no library
-
-        class OverPools(_Pools, ReferenceDecoder):
-            name = self.name
-            numerics = f"{self.name}/{VERSION}"
-
-        self._say()
-        return OverPools(spec, weights)
-
-    def encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> EncoderExecutor:
-        from .reference_models import ReferenceEncoder  # few have no library
-
-        class Named(ReferenceEncoder):
-            name = self.name
-
-        self._say()
-        return Named(spec, weights)
-
-    def _lacks(self, device: str) -> str | None:
-        return None if device == CPU else f"{self.name} computes on the CPU, and the weights are on {device}"
-
-    def _say(self) -> None:
-        logger.warning(
-            "numpy computes, very slowly: the native core was not compiled for this processor, and torch is not "
-            "installed (docs/native.md says how to build it)"
-        )
-
-
-class _Pools:
-    """Makes the pools that an executor computes over."""
-
-    _spec: DecoderSpec
+    @property
+    def numerics(self) -> str:
+        return f"{NAME}/{VERSION}/{self._library.isa}"
 
     def new_kv(self, num_blocks: int, block_size: int, kind: KVKind, num_states: int | None = None) -> Any:
         return _STORAGES[kind](self._spec.kv_shape(num_blocks, block_size, num_states))
 
     def kv_block_bytes(self, block_size: int, kind: KVKind) -> int:
         return _STORAGES[kind].block_bytes(self._spec.kv_shape(1, block_size))
-
-
-class _Decoder(_Pools, NativeDecoder):
-    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, library: Library) -> None:
-        super().__init__(spec, weights, library)
-        self._isa = library.isa
-
-    @property
-    def numerics(self) -> str:
-        return f"{NAME}/{VERSION}/{self._isa}"

@@ -75,6 +75,13 @@ def model_record(spec: DecoderSpec, layers: Any) -> records.DecoderRecord:
     )
 
 
+# Of a layer, by the names that weights and records have in common.
+_VECTORS = (
+    "attention_norm query_norm key_norm attention_output_norm mlp_norm mlp_output_norm attention_norm_bias "
+    "mlp_norm_bias attention_inner_norm mlp_inner_norm sinks correction convolution convolution_bias value_norm scalar"
+)
+
+
 def layer_record(
     spec: DecoderSpec,
     index: int,
@@ -88,22 +95,7 @@ def layer_record(
     """
     shape = spec.layer_shapes[index]
     return records.DecoderLayerRecord(
-        attention_norm=vector_of(layer.attention_norm),
-        query_norm=vector_of(layer.query_norm),
-        key_norm=vector_of(layer.key_norm),
-        attention_output_norm=vector_of(layer.attention_output_norm),
-        mlp_norm=vector_of(layer.mlp_norm),
-        mlp_output_norm=vector_of(layer.mlp_output_norm),
-        attention_norm_bias=vector_of(layer.attention_norm_bias),
-        mlp_norm_bias=vector_of(layer.mlp_norm_bias),
-        attention_inner_norm=vector_of(layer.attention_inner_norm),
-        mlp_inner_norm=vector_of(layer.mlp_inner_norm),
-        sinks=vector_of(layer.sinks),
-        correction=vector_of(layer.correction),
-        convolution=vector_of(layer.convolution),
-        convolution_bias=vector_of(layer.convolution_bias),
-        value_norm=vector_of(layer.value_norm),
-        scalar=vector_of(layer.scalar),
+        **{name: vector_of(getattr(layer, name)) for name in _VECTORS.split()},
         input_norm=vector_of(None if layer.inputs is None else layer.inputs.norm),
         laurel_norm=vector_of(None if layer.laurel is None else layer.laurel.norm),
         cuts_gates=spec.gate_cuts[index] is not None,

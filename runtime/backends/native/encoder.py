@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...models.encoder_weights import EncoderWeights
-from ...models.executor import SIZES, Accepts, Floats, TextBatch, any_value, one_of, refusal_of
+from ...models.executor import SIZES, Accepts, Floats, TextBatch, any_of, none_of, one_of, refusal_of
 from ...models.fields import Norm
 from ...models.matrices import LayerNormWeights, StoredProjection, Tensor
 from ...models.pooling import chosen_rows, normalize, pooled
@@ -35,48 +35,15 @@ NAME = "native"
 
 IMPLEMENTED: Mapping[str, Accepts] = {
     **SIZES,
-    **dict.fromkeys(
-        (
-            "gated",
-            "pre_norm",
-            "embedding_size",
-            "embedding_norm",
-            "final_norm",
-            "norm_bias",
-            "qkv_bias",
-            "output_bias",
-            "mlp_bias",
-            "max_positions",
-            "position_offset",
-            "type_vocab_size",
-            "windows",
-            "rotary",
-            "rotary.dim",
-            "rotary.frequencies",
-            "rotary.factor",
-            "local_rotary",
-            "local_rotary.dim",
-            "local_rotary.frequencies",
-            "local_rotary.factor",
-            "position_bias",
-            "position_bias.num_buckets",
-            "position_bias.max_distance",
-            "disentangled",
-            "disentangled.span",
-            "disentangled.max_distance",
-            "normalize",
-            "num_labels",
-            "head_bias",
-            "head_norm",
-            "output_norms",
-            "head_norms",
-            "turned_parts",
-            "is_bounded",
-        ),
-        any_value,
+    **any_of(
+        "gated pre_norm embedding_size embedding_norm final_norm norm_bias qkv_bias output_bias mlp_bias "
+        "max_positions position_offset type_vocab_size windows rotary rotary.dim rotary.frequencies "
+        "rotary.factor local_rotary local_rotary.dim local_rotary.frequencies local_rotary.factor "
+        "position_bias position_bias.num_buckets position_bias.max_distance disentangled disentangled.span "
+        "disentangled.max_distance normalize num_labels head_bias head_norm output_norms head_norms "
+        "turned_parts is_bounded"
     ),
-    "rotary.interleaved": one_of(False),
-    "local_rotary.interleaved": one_of(False),
+    **none_of("rotary.interleaved local_rotary.interleaved"),
     "dtype": one_of(DType.BF16, DType.F32),
     "norm": one_of(Norm.LAYER),  # of texts: towers may have RMS norms
     "head_dim": lambda head_dim: head_dim <= MAX_HEAD_DIM,

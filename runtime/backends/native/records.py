@@ -168,6 +168,7 @@ class ProjectionRecord(ctypes.Structure):
     _fields_ = (
         ("parts", ctypes.POINTER(PartRecord)),
         *fields(_INT64, "num_parts num_in num_out"),
+        ("inputs", _POINTER),
     )
 
 

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from ...kv.storage import KVKind
-from ...models.decoder_config import LayerRotary, Sublayers
-from ...models.executor import SIZES, Accepts, any_value, one_of
+from ...models.decoder_config import LayerRotary
+from ...models.executor import SIZES, WITHOUT_NATIVE, Accepts, any_of, one_of
 from ...models.fields import Norm
 from ...models.matrices import DecoderLayerWeights, DecoderWeights, EmbeddingTable
 from ...models.parameters import COMPUTE_DTYPES
 from ...models.rotary import query_factors
-from ...models.spec import Activation, DecoderSpec, are_alike
+from ...models.spec import Activation, DecoderSpec
 from ...step.batch import Int64s, SequenceSpan, StepBatch
 from ...tensors import Tensor
 from .attention import TorchStep, paged_attention, plan_attention
@@ -35,103 +35,26 @@ from .tensors import int64s, to_numpy, to_torch, torch_dtype
 
 IMPLEMENTED: Mapping[str, Accepts] = {
     **SIZES,
+    **WITHOUT_NATIVE,
+    **any_of(
+        "num_kv_heads head_dim input_norms output_norms inner_norms rounds_inputs is_parallel "
+        "parallel_norms interleaved_qkv learned_positions experts experts.num experts.num_used experts.size "
+        "experts.layers experts.sum_to_1 experts.rounds_weights experts.has_bias experts.swiglu "
+        "experts.swiglu.alpha experts.swiglu.limit experts.shares experts.wide_scores "
+        "experts.has_correction experts.num_groups experts.num_groups_used experts.sum_eps experts.factor "
+        "experts.shared_size experts.has_shared_gate experts.weighs_inputs convolutions convolutions.size "
+        "convolutions.layers convolutions.has_bias latent latent.rank latent.query_rank latent.plain_dim "
+        "latent.value_dim latent.norm_eps sinks score_cap logit_cap embedding_scale residual_scale "
+        "logits_scale rotary.dim rotary.frequencies rotary.factor rotary.interleaved local_rotary "
+        "local_rotary.dim local_rotary.frequencies local_rotary.factor local_rotary.interleaved "
+        "layer_rotary wide_rotary max_context windows chunked_windows query_scaling query_scaling.interval "
+        "query_scaling.strength query_scaling.layers is_bidirectional qkv_bias output_bias mlp_bias "
+        "gated_mlp norm_bias head_bias head_norms joint_head_norms late_head_norms tied_head"
+    ),
     "dtype": one_of(*COMPUTE_DTYPES),
-    "num_kv_heads": any_value,
-    "head_dim": any_value,
-    "layer_shapes": are_alike,
-    "layer_inputs": one_of(None),
-    "streams": one_of(None),
-    "laurel_rank": one_of(0),
-    "gate_cuts": lambda cuts: set(cuts) == {None},
-    "layer_scalars": one_of(False),
-    "value_norms": one_of(False),
     "norm": one_of(*Norm),
-    "input_norms": any_value,
-    "output_norms": any_value,
-    "inner_norms": any_value,
-    "rounds_inputs": any_value,
-    "is_parallel": any_value,
-    "parallel_norms": any_value,
-    "interleaved_qkv": any_value,
-    "learned_positions": any_value,
-    "experts": any_value,
-    "experts.num": any_value,
-    "experts.num_used": any_value,
-    "experts.size": any_value,
-    "experts.layers": any_value,
-    "experts.sum_to_1": any_value,
-    "experts.rounds_weights": any_value,
-    "experts.has_bias": any_value,
-    "experts.swiglu": any_value,
-    "experts.swiglu.alpha": any_value,
-    "experts.swiglu.limit": any_value,
-    "experts.shares": any_value,
-    "experts.wide_scores": any_value,
-    "experts.has_correction": any_value,
-    "experts.num_groups": any_value,
-    "experts.num_groups_used": any_value,
-    "experts.sum_eps": any_value,
-    "experts.factor": any_value,
-    "experts.shared_size": any_value,
-    "experts.has_shared_gate": any_value,
-    "experts.weighs_inputs": any_value,
     "experts.joins_mlp": one_of(False),
-    "convolutions": any_value,
-    **dict.fromkeys(("delta_nets", "mamba"), one_of(None)),
-    "sublayers": lambda kinds: set(kinds) == {Sublayers.BOTH},
-    **dict.fromkeys(("mlp_output_scale", "gate_scale", "attention_output_scale"), one_of(1.0)),
-    "gated_attention": one_of(False),
-    "convolutions.size": any_value,
-    "convolutions.layers": any_value,
-    "convolutions.has_bias": any_value,
-    "latent": any_value,
-    "latent.rank": any_value,
-    "latent.query_rank": any_value,
-    "latent.plain_dim": any_value,
-    "latent.value_dim": any_value,
-    "latent.norm_eps": any_value,
-    "sinks": any_value,
-    "score_cap": any_value,
-    "logit_cap": any_value,
-    "embedding_scale": any_value,
-    "residual_scale": any_value,
-    "logits_scale": any_value,
     "activation": one_of(*Activation),
-    "rotary.dim": any_value,
-    "rotary.frequencies": any_value,
-    "rotary.factor": any_value,
-    "rotary.interleaved": any_value,
-    "local_rotary": any_value,
-    "local_rotary.dim": any_value,
-    "local_rotary.frequencies": any_value,
-    "local_rotary.factor": any_value,
-    "local_rotary.interleaved": any_value,
-    "layer_rotary": any_value,
-    "wide_rotary": any_value,
-    "max_context": any_value,
-    "windows": any_value,
-    "chunked_windows": any_value,
-    "query_scaling": any_value,
-    "query_scaling.interval": any_value,
-    "query_scaling.strength": any_value,
-    "query_scaling.layers": any_value,
-    "is_bidirectional": any_value,
-    "qkv_bias": any_value,
-    "output_bias": any_value,
-    "mlp_bias": any_value,
-    "gated_mlp": any_value,
-    "norm_bias": any_value,
-    "head_bias": any_value,
-    "head_norms": any_value,
-    "joint_head_norms": any_value,
-    "late_head_norms": any_value,
-    "tied_head": any_value,
-    "rotary_axes": one_of(()),
-    "num_deep_rows": one_of(0),
-    "takes_images": one_of(False),
-    "whole_images": one_of(False),
-    "windowed_images": one_of(False),
-    "source_len": one_of(0),
 }
 
 _STORAGES: dict[KVKind, type[TorchKVStorage] | type[TorchInt8KVStorage]] = {

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ...models.encoder_weights import EncoderLayerWeights, EncoderWeights
-from ...models.executor import SIZES, Accepts, Floats, TextBatch, any_value, one_of
+from ...models.executor import SIZES, Accepts, Floats, TextBatch, any_of, none_of, one_of
 from ...models.fields import Norm
 from ...models.matrices import LayerNormWeights, StoredProjection, Tensor
 from ...models.parameters import COMPUTE_DTYPES
@@ -22,50 +22,21 @@ from .tensors import int64s, to_numpy, to_torch, torch_dtype
 
 IMPLEMENTED: Mapping[str, Accepts] = {
     **SIZES,
+    **any_of(
+        "head_dim gated pre_norm embedding_size embedding_norm final_norm norm_bias qkv_bias output_bias "
+        "mlp_bias max_positions position_offset type_vocab_size windows rotary rotary.dim "
+        "rotary.frequencies rotary.factor local_rotary local_rotary.dim local_rotary.frequencies "
+        "local_rotary.factor position_bias position_bias.num_buckets position_bias.max_distance "
+        "disentangled disentangled.span disentangled.max_distance dense normalize num_labels head_bias "
+        "head_norm"
+    ),
     "dtype": one_of(*COMPUTE_DTYPES),
-    "head_dim": any_value,
     "norm": one_of(Norm.LAYER),
     "activation": one_of(*Activation),
-    "gated": any_value,
-    "pre_norm": any_value,
-    "embedding_size": any_value,
-    "embedding_norm": any_value,
-    "final_norm": any_value,
-    "norm_bias": any_value,
-    "qkv_bias": any_value,
-    "output_bias": any_value,
-    "mlp_bias": any_value,
-    "max_positions": any_value,
-    "position_offset": any_value,
-    "type_vocab_size": any_value,
-    "output_norms": one_of(False),
-    "head_norms": one_of(False),
+    **none_of("output_norms head_norms is_bounded rotary.interleaved local_rotary.interleaved"),
     "turned_parts": one_of(1),
-    "is_bounded": one_of(False),
-    "windows": any_value,
-    "rotary": any_value,
-    "rotary.dim": any_value,
-    "rotary.frequencies": any_value,
-    "rotary.factor": any_value,
-    "rotary.interleaved": one_of(False),
-    "local_rotary": any_value,
-    "local_rotary.dim": any_value,
-    "local_rotary.frequencies": any_value,
-    "local_rotary.factor": any_value,
-    "local_rotary.interleaved": one_of(False),
-    "position_bias": any_value,
-    "position_bias.num_buckets": any_value,
-    "position_bias.max_distance": any_value,
-    "disentangled": any_value,
-    "disentangled.span": any_value,
-    "disentangled.max_distance": any_value,
     "pooling": one_of(*Pooling),
-    "dense": any_value,
-    "normalize": any_value,
-    "num_labels": any_value,
     "head_activation": one_of(*Activation),
-    "head_bias": any_value,
-    "head_norm": any_value,
 }
 
 

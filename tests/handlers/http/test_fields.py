@@ -10,11 +10,11 @@ import pytest
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
+from tests.support.field_tables import OTHER_SERVERS, as_markdown
 
 from teneral.handlers.anthropic.bodies import ROUTES as ANTHROPIC
 from teneral.handlers.openai.fields import ROUTES, Effect
 from teneral.handlers.openai.llama_cpp import InfillBody, PromptedBody
-from teneral.handlers.openai.other_servers import OTHER_SERVERS, as_markdown
 from teneral.handlers.openai.rerank import ClassifyBody, RerankBody, ScoreBody
 from teneral.handlers.openai.responses_body import CountTokensBody, ResponsesBody
 from teneral.handlers.openai.schemas import ChatBody, CompletionBody, EmbeddingBody

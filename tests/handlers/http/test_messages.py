@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 from tests.support.chat_families import scripted
+from tests.support.field_tables import as_markdown
 
 from teneral.handlers.anthropic.bodies import COUNT_TOKENS, MESSAGES, ROUTES, CountBody, MessagesBody
 from teneral.handlers.openai.fields import Effect
-from teneral.handlers.openai.other_servers import as_markdown
 
 HELLO: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Hello"}],

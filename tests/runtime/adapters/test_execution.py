@@ -20,11 +20,11 @@ from tests.support.native_decoder import (
     with_codes,
     with_parameters_in,
 )
+from tests.support.reference.models import ReferenceDecoder
 from tests.support.tiny_models import config_json, tiny_model
 
 from teneral.runtime.adapters.loaded import LoadedAdapter
 from teneral.runtime.backends.native.decoder import NativeDecoder
-from teneral.runtime.backends.native.reference_models import ReferenceDecoder
 from teneral.runtime.models.decoder_config import DecoderConfig
 from teneral.runtime.tensors import DType
 

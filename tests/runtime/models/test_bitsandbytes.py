@@ -15,6 +15,7 @@ from tests.support.decoding import Stepper, prompt_of
 from tests.support.gptq_awq_checkpoints import foreign_checkpoint
 from tests.support.models import DictWeights, product
 from tests.support.quantized import FP4, LLM_INT8, NF4, BitsandbytesMatrix, stored_matrix
+from tests.support.reference.backend import ReferenceBackend
 from tests.support.tiny_models import tiny_model, with_tensors
 
 from teneral.loader.artifact import open_artifact
@@ -22,7 +23,7 @@ from teneral.loader.load.load import WeightLoad
 from teneral.loader.sources.open import open_source, open_store
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.unpack import unpack
-from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
+from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.errors import ModelError
 from teneral.runtime.models import projections

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from tests.support.models import DictWeights, WaitedGate, build_model, embed, torch_model
+from tests.support.reference.backend import ReferenceBackend
 from tests.support.tiny_classifiers import save_classifier, tiny_classifier
 from tests.support.tiny_models import ENCODERS, config_json, save_tiny, tensors_of
 
 from teneral.handlers.function.context import Context
-from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
+from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import ContextLengthError, ModelError, RequestError

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.encoder_families import LONG, VARIANTS, TinyEncoder, tiny_encoder
 from tests.support.models import DictWeights, build_model
+from tests.support.reference.backend import ReferenceBackend
 
 from teneral.loader.format.layout import group_tensors
-from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
+from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.errors import RequestError
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from tests.support.decoding import Stepper, oracle_behind, oracle_logits, prompt_of
 from tests.support.models import DictWeights, build_model
+from tests.support.reference.backend import ReferenceBackend
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
 from teneral.loader.native.library import library
 from teneral.runtime.backends.cuda.implemented import IMPLEMENTED as DEVICE_KERNELS
-from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
+from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.decoder_config import (

@@ -22,6 +22,7 @@ from tests.support.gptq_awq_checkpoints import foreign_checkpoint, is_projection
 from tests.support.models import DictWeights, build_model
 from tests.support.native_decoder import NativeStepper, new_pool
 from tests.support.quantized import AWQ, FP8, FP8_ROWS, GPTQ, INT8_ROWS, PACKED_INT4, meant
+from tests.support.reference.backend import ReferenceBackend
 from tests.support.tiny_models import (
     DISTINCT_NATIVE,
     NATIVE_ONLY,
@@ -40,7 +41,7 @@ from teneral.loader.tools.pack.prune import PruneOptions
 from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
 from teneral.loader.tools.unpack import unpack
 from teneral.runtime.backends.describe import describe_model
-from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
+from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.errors import ModelError
 from teneral.runtime.models.decoder import Decoder

@@ -18,6 +18,7 @@ from tests.support.adapters import load_adapter, save_adapter
 from tests.support.decoding import Stepper, oracle_behind, oracle_logits, prompt_of
 from tests.support.models import DictWeights, build_model
 from tests.support.paced import PacedSource
+from tests.support.reference.backend import ReferenceBackend
 from tests.support.tiny_models import config_json, save_tiny, tensors_of, tiny_model
 
 from teneral.loader.artifact import open_artifact, read_file
@@ -27,7 +28,7 @@ from teneral.loader.native.library import library
 from teneral.loader.sources.open import open_source, open_store
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
-from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
+from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.errors import AdapterError, ModelError
 from teneral.runtime.models.decoder_config import DecoderConfig

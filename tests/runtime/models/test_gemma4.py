@@ -21,6 +21,7 @@ from tests.support.models import DictWeights, build_model
 from tests.support.native_decoder import NativeStepper, new_pool
 from tests.support.paced import PacedSource
 from tests.support.quantized import GPTQ
+from tests.support.reference.backend import ReferenceBackend
 from tests.support.tiny_models import config_json, save_tiny, tensors_of, tiny_model, with_tensors
 
 from teneral.loader.artifact import open_artifact, read_file
@@ -30,7 +31,7 @@ from teneral.loader.native.library import library
 from teneral.loader.sources.open import open_source, open_store
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
-from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
+from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.errors import ModelError
 from teneral.runtime.kv.storage import KVKind

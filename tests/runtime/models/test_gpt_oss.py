@@ -13,6 +13,7 @@ from tests.support.decoding import Stepper, oracle_behind, oracle_logits, prompt
 from tests.support.gpt_oss import checkpoint, saved
 from tests.support.models import DictWeights, build_model
 from tests.support.paced import PacedSource
+from tests.support.reference.backend import ReferenceBackend
 from tests.support.tiny_models import config_json, tensors_of, tiny_model, with_tensors
 
 from teneral.loader.artifact import open_artifact, read_file
@@ -23,7 +24,7 @@ from teneral.loader.sources.open import open_source, open_store
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
 from teneral.loader.tools.unpack import unpack
-from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
+from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.errors import ModelError
 from teneral.runtime.models.decoder import Decoder

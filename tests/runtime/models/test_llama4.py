@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file
 from tests.support.decoding import Stepper, oracle_logits, prompt_of
 from tests.support.models import DictWeights, build_model
+from tests.support.reference.backend import ReferenceBackend
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
 from teneral.loader.native.library import library
@@ -20,7 +21,7 @@ from teneral.loader.sources.open import open_source, open_store
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
 from teneral.loader.tools.unpack import unpack
-from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
+from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.errors import ModelError
 from teneral.runtime.models.decoder_config import DecoderConfig, LayerRotary, QueryScaling

@@ -10,10 +10,11 @@ import pytest
 import torch
 import transformers
 from tests.support.models import DictWeights, build_model
+from tests.support.reference.backend import ReferenceBackend
 from tests.support.tiny_models import tiny_config, tiny_model
 
 from teneral.runtime.backends.describe import describe_model
-from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
+from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.errors import ContextLengthError, ModelError, RequestError
 from teneral.runtime.models import pooled_decoder

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from msgspec.structs import asdict, replace
 from tests.support.models import DictWeights, build_model
+from tests.support.reference.backend import ReferenceBackend
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
 from teneral.loader.native.library import library
 from teneral.runtime.backends.cuda.executor import CudaModelBackend
 from teneral.runtime.backends.cuda.implemented import IMPLEMENTED as DEVICE_KERNELS
-from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
+from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.models.decoder_config import DecoderConfig
 from teneral.runtime.models.encoder_config import EncoderConfig

@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from tests.support.decoding import Stepper, prompt_of
 from tests.support.load import patience_s
 from tests.support.models import DictWeights, build_model
+from tests.support.reference import operations as reference
+from tests.support.reference.backend import ReferenceBackend
 from tests.support.tiny_models import config_json, save_tiny, tensors_of, tiny_model
 from tests.support.toy_backend import ROW as BACKEND
 from tests.support.toy_backend import ToyBackend
@@ -24,8 +26,7 @@ from tests.support.toy_format import SignMatrix, in_signs, numpy_product, torch_
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.backends import choose
-from teneral.runtime.backends.native import reference
-from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
+from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.backends.torch import layers
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.config import ServeConfig

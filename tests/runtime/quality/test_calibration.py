@@ -116,7 +116,7 @@ def test_moments_are_kept_until_each_matrix_has_got_its_own(model: Path, text: P
     first = calibration.inputs_of(name(0, "q"))
     assert first is not None
     assert calibration.inputs_of(name(0, "k")) is first
-    assert set(meters_of(calibration)) == {(1, 0), (2, 0)}
+    assert set(meters_of(calibration)) == {(1, "qkv"), (2, "qkv")}
 
 
 def test_calibrated_integers_are_nearer_to_the_original(
@@ -214,7 +214,7 @@ def test_a_model_that_does_not_fit_is_packed_without_calibration(
         ("gemma4_text", "layers of different sizes"),
     ],
 )
-def test_a_model_that_numpy_does_not_compute_is_packed_without_calibration(
+def test_a_model_that_cannot_be_calibrated_is_packed_without_calibration(
     family: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     original = save_tiny(family, tmp_path / "original", dtype=torch.bfloat16)

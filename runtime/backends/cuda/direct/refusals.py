@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ....models.encoder_weights import EncoderWeights
-from ....models.executor import SIZES, Accepts, any_value, one_of, refusal_of
+from ....models.executor import SIZES, Accepts, any_of, none_of, one_of, refusal_of
 from ....models.fields import Norm
 from ....models.gptq_awq import GptqAwqMatrix
 from ....models.matrices import DecoderLayerWeights, DecoderWeights, Projection
@@ -23,51 +23,38 @@ _EIGHT = 8  # numbers that are read at once
 
 FEATURES: dict[str, Accepts] = {
     **IMPLEMENTED,
-    **dict.fromkeys(
-        (
-            *("input_norms", "output_norms", "is_parallel", "residual_scale", "logits_scale"),
-            *("score_cap", "logit_cap", "rotary.interleaved", "local_rotary", "local_rotary.frequencies"),
-            *("local_rotary.factor", "layer_rotary", "wide_rotary", "joint_head_norms", "experts"),
-            *("experts.size", "experts.layers", "experts.sum_to_1", "experts.rounds_weights"),
-            *("experts.has_bias", "experts.shares", "experts.wide_scores", "experts.has_correction"),
-            *("experts.num_groups", "experts.sum_eps", "experts.factor", "experts.shared_size"),
-            "experts.has_shared_gate",
-        ),
-        any_value,
+    **any_of(
+        "is_bidirectional input_norms output_norms is_parallel residual_scale logits_scale score_cap logit_cap "
+        "rotary.interleaved local_rotary local_rotary.frequencies local_rotary.factor layer_rotary "
+        "wide_rotary joint_head_norms experts experts.size experts.layers experts.sum_to_1 "
+        "experts.rounds_weights experts.has_bias experts.shares experts.wide_scores experts.has_correction "
+        "experts.num_groups experts.sum_eps experts.factor experts.shared_size experts.has_shared_gate"
     ),
     "dtype": one_of(*DTYPES),
     "norm": one_of(*NORMS),
     "experts.num": lambda num: num <= MAX_EXPERTS,
     "experts.num_used": lambda num: num <= MAX_CHOSEN,
-    "experts.swiglu": one_of(None),
-    **dict.fromkeys(("experts.weighs_inputs", "experts.joins_mlp"), one_of(False)),
+    **none_of("experts.swiglu experts.weighs_inputs experts.joins_mlp"),
     "head_dim": lambda dim: dim % _EIGHT == 0 and dim <= HEAD_DIMS[-1],
     "activation": one_of(*ACTIVATIONS),
     "rotary.dim": lambda dim: dim % 2 == 0,
-    "is_bidirectional": any_value,
 }
 OF_ENCODERS: dict[str, Accepts] = {
     **SIZES,
-    **dict.fromkeys(
-        (
-            *("gated", "pre_norm", "embedding_size", "embedding_norm", "final_norm", "norm_bias", "qkv_bias"),
-            *("output_bias", "mlp_bias", "max_positions", "position_offset", "type_vocab_size", "windows"),
-            *("rotary", "rotary.dim", "rotary.frequencies", "rotary.factor", "local_rotary"),
-            *("local_rotary.dim", "local_rotary.frequencies", "local_rotary.factor", "position_bias"),
-            *("position_bias.num_buckets", "position_bias.max_distance", "pooling", "normalize"),
-            *("num_labels", "head_bias", "head_norm"),
-        ),
-        any_value,
+    **any_of(
+        "gated pre_norm embedding_size embedding_norm final_norm norm_bias qkv_bias output_bias mlp_bias "
+        "max_positions position_offset type_vocab_size windows rotary rotary.dim rotary.frequencies "
+        "rotary.factor local_rotary local_rotary.dim local_rotary.frequencies local_rotary.factor "
+        "position_bias position_bias.num_buckets position_bias.max_distance pooling normalize num_labels "
+        "head_bias head_norm"
     ),
     "dtype": one_of(*DTYPES),
     "norm": one_of(Norm.LAYER),
     "head_dim": lambda dim: dim % _EIGHT == 0 and dim <= HEAD_DIMS[-1],
     "activation": one_of(*ACTIVATIONS),
     "head_activation": one_of(*ACTIVATIONS),
-    **dict.fromkeys(("rotary.interleaved", "local_rotary.interleaved"), one_of(False)),
-    "disentangled": one_of(None),
     "dense": lambda layers: all(layer.activation in (None, *HOST_ACTIVATIONS) for layer in layers),
-    **dict.fromkeys(("output_norms", "head_norms", "is_bounded"), one_of(False)),
+    **none_of("output_norms head_norms is_bounded disentangled rotary.interleaved local_rotary.interleaved"),
     "turned_parts": one_of(1),
 }
 _NAME = "the device's direct path"

@@ -7,12 +7,12 @@ import pytest
 from tests.support.native import each_isa, loaded
 from tests.support.native_decoder import NativeStepper, new_pool, quantized, spec_of, weights_of
 from tests.support.native_encoder import encoder_spec_of, encoder_weights_of, text_batch
+from tests.support.reference.models import ReferenceDecoder, ReferenceEncoder
 from tests.support.tiny_models import tiny_config, tiny_model
 from transformers import AutoModelForSequenceClassification
 
 from teneral.runtime.backends.native.decoder import NativeDecoder
 from teneral.runtime.backends.native.encoder import NativeEncoder
-from teneral.runtime.backends.native.reference_models import ReferenceDecoder, ReferenceEncoder
 from teneral.runtime.tensors import DType
 
 each_dtype = pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.direct_kernels import Device
+from tests.support.reference.operations import of_codes, to_codes
 
 from teneral.runtime.backends.cuda.direct.arguments import Attention
 from teneral.runtime.backends.cuda.direct.attention import attention_launches
@@ -23,7 +24,6 @@ from teneral.runtime.backends.cuda.direct.tables import (
     ProgramKey,
     plan_attention,
 )
-from teneral.runtime.backends.native.reference import of_codes, to_codes
 from teneral.runtime.step.batch import SequenceSpan
 from teneral.runtime.tensors import DType, from_float32, to_float32
 

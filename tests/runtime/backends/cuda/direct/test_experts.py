@@ -23,6 +23,7 @@ from tests.support.gptq_awq_checkpoints import foreign_checkpoint
 from tests.support.models import arrays_of
 from tests.support.native_decoder import with_parameters_in
 from tests.support.quantized import FP8, FP8_ROWS
+from tests.support.reference.operations import route as route_on_host
 from tests.support.tiny_models import save_tiny, tiny_model
 
 from teneral import cli
@@ -38,7 +39,6 @@ from teneral.runtime.backends.cuda.direct.products import (
     parts_of,
 )
 from teneral.runtime.backends.cuda.direct.refusals import refusal
-from teneral.runtime.backends.native.reference import route as route_on_host
 from teneral.runtime.errors import ModelError
 from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder

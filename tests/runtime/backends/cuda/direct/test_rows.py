@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.direct_kernels import Device
+from tests.support.reference.operations import to_codes
 
 from teneral.runtime.backends.cuda.direct.arguments import (
     AddRows,
@@ -21,7 +22,6 @@ from teneral.runtime.backends.cuda.direct.arguments import (
     ScaleLogits,
 )
 from teneral.runtime.backends.cuda.direct.refusals import NORMS
-from teneral.runtime.backends.native.reference import to_codes
 from teneral.runtime.models.fields import Norm
 from teneral.runtime.models.pooling import pooled
 from teneral.runtime.models.spec import Pooling

@@ -1,8 +1,6 @@
-"""Decoders and encoders in numpy, by the operations of `reference.py`: slow, and needing nothing
-but numpy.
+"""Decoders and encoders in numpy, by `operations.py`: what the tests of the native executors compare with.
 
-They take what the native executors take, and stand in for them where there is no library for the
-processor.
+They take what these take.
 """
 
 from __future__ import annotations
@@ -12,32 +10,32 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tests.support.reference import operations as reference
+from tests.support.reference.operations import Floats
 
-from ...models.adapter import AdapterPlace
-from ...models.decoder_config import LayerRotary
-from ...models.encoder_weights import EncoderLayerWeights, EncoderWeights
-from ...models.matrices import (
+from teneral.runtime.backends.native.decoder_records import turn_tables
+from teneral.runtime.backends.native.operations import check_starts
+from teneral.runtime.backends.native.pools import Pool, Spans, check_ids
+from teneral.runtime.models.adapter import AdapterPlace
+from teneral.runtime.models.decoder_config import LayerRotary
+from teneral.runtime.models.encoder_weights import EncoderLayerWeights, EncoderWeights
+from teneral.runtime.models.matrices import (
     DecoderLayerWeights,
     DecoderWeights,
     ExpertWeights,
     LayerNormWeights,
     StoredProjection,
 )
-from ...models.pooling import chosen_rows, normalize, pooled
-from ...models.relative_positions import DistanceTables, disentangled_buckets
-from ...models.rotary import Rotary, TurnTable, query_factors
-from ...models.spec import DecoderSpec, EncoderSpec
-from ...step.batch import Int64s, SequenceSpan, StepBatch
-from ...tensors import DType, to_float32
-from . import reference
-from .decoder_records import turn_tables
-from .operations import check_starts
-from .pools import Pool, Spans, check_ids
-from .reference import Floats
+from teneral.runtime.models.pooling import chosen_rows, normalize, pooled
+from teneral.runtime.models.relative_positions import DistanceTables, disentangled_buckets
+from teneral.runtime.models.rotary import Rotary, TurnTable, query_factors
+from teneral.runtime.models.spec import DecoderSpec, EncoderSpec
+from teneral.runtime.step.batch import Int64s, SequenceSpan, StepBatch
+from teneral.runtime.tensors import DType, to_float32
 
 if TYPE_CHECKING:
-    from ...models.executor import TextBatch
-    from ...models.matrices import Projection, Tensor
+    from teneral.runtime.models.executor import TextBatch
+    from teneral.runtime.models.matrices import Projection, Tensor
 
     ReferenceStep = tuple[StepBatch, Pool, dict[LayerRotary, Floats]]
 
@@ -54,6 +52,7 @@ def as_it_is(place: AdapterPlace, x: Floats, y: Floats) -> Floats:
 class ReferenceDecoder:
     """An `Executor`, but for making pools. Its rows are fp32 arrays."""
 
+    name = "numpy"
     is_batch_invariant = False
     runs_layers_together = False
     takes_adapters = True
@@ -347,6 +346,7 @@ def _adapt(batch: StepBatch, layer: int, dtype: DType, place: AdapterPlace, x: F
 class ReferenceEncoder:
     """An `EncoderExecutor`. Its rows are fp32 arrays."""
 
+    name = "numpy"
     runs_layers_together = False
 
     def __init__(self, spec: EncoderSpec, weights: EncoderWeights) -> None:

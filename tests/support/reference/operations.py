@@ -1,4 +1,4 @@
-"""The core's operations in numpy: what the tests compare with, and what computes where there is no library.
+"""The native core's operations in numpy: what the tests compare with.
 
 Rows are fp32 arrays of numbers that the model's dtype holds: each function rounds where the core does. Sums are
 numpy's, so that last bits differ from the core's; but each row is still computed independently of the others.
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ...models.experts_config import ClampedSwiglu, Experts, ExpertShares
-from ...models.fields import Norm
-from ...models.matrices import (
+from teneral.runtime.models.experts_config import ClampedSwiglu, Experts, ExpertShares
+from teneral.runtime.models.fields import Norm
+from teneral.runtime.models.matrices import (
     BlockMatrix,
     CodeMatrix,
     DenseMatrix,
@@ -26,13 +26,13 @@ from ...models.matrices import (
     Tensor,
     for_format,
 )
-from ...models.spec import Activation
-from ...step.batch import Int64s
-from ...tensors import DType, from_float32, to_float32
+from teneral.runtime.models.spec import Activation
+from teneral.runtime.step.batch import Int64s
+from teneral.runtime.tensors import DType, from_float32, to_float32
 
 if TYPE_CHECKING:
-    from ....loader.format.gguf.blocks import BlockType
-    from .pools import Pool
+    from teneral.loader.format.gguf.blocks import BlockType
+    from teneral.runtime.backends.native.pools import Pool
 
 Floats = npt.NDArray[np.float32]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .fields import ROUTES, Fields
+from teneral.handlers.openai.fields import ROUTES, Fields
 
 
 class OtherServers(NamedTuple):

@@ -122,7 +122,7 @@ def _decoder(config: DecoderConfig, weights: Weights, backends: Iterable[Executo
     )
     tower: VisionTower | SpeechTower | None = None
     if config.vision is not None:
-        from .vision import VisionFactory, build_vision  # of few models
+        from .vision_tensors import VisionFactory, build_vision  # of few models
 
         factory = cast("VisionFactory", backend)
         tower = build_vision(

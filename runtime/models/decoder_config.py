@@ -88,6 +88,8 @@ _WITH_HEAD = "LMHeadModel"  # the end of old names of architectures that generat
 VISION_FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "idefics3": ("idefics3", "Idefics3ForConditionalGeneration"),
     "smolvlm": ("idefics3", "SmolVLMForConditionalGeneration"),
+    "llava": ("llava", "LlavaForConditionalGeneration"),
+    "llava_next": ("llava", "LlavaNextForConditionalGeneration"),
     "llava_onevision": ("llava", "LlavaOnevisionForConditionalGeneration"),
     "gemma3": ("gemma", "Gemma3ForConditionalGeneration"),
     "gemma4": ("gemma4", "Gemma4ForConditionalGeneration"),

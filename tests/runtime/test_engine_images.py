@@ -48,7 +48,7 @@ LAID_OUT = tuple(prompt_with([1, 2, 3], 5, [9, 10], 5, [8, 7, 6]))
 
 # Tokens of images see those before them, or one another, or turn by their rows and columns, or change a state.
 all_kinds = pytest.mark.parametrize(
-    "model", ["idefics3", "llava_onevision", "gemma3", *DYNAMIC], indirect=True
+    "model", ["idefics3", "llava", "llava_onevision", "gemma3", *DYNAMIC], indirect=True
 )
 
 
@@ -56,7 +56,7 @@ all_kinds = pytest.mark.parametrize(
 def model(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
     """(transformers' model, our decoder over the same weights)"""
     family, threads = getattr(request, "param", "idefics3"), torch.get_num_threads()
-    vision = {"patch_size": 16} if family == "llava_onevision" else None  # four tokens a tile, too
+    vision = {"patch_size": 16} if family.startswith("llava") else None  # four tokens a tile, too
     oracle = tiny_vision_model(family, vision=vision)
     torch.set_num_threads(
         1

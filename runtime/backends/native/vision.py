@@ -9,7 +9,6 @@ import numpy as np
 from ...models.executor import Floats, TextBatch
 from ...models.fields import Norm
 from ...models.matrices import StoredProjection
-from ...models.vision import ENTRY_NORM_EPS
 from ...tensors import from_float32, to_float32
 from .encoder import NativeEncoder
 from .operations import ACTIVATIONS
@@ -35,14 +34,17 @@ class NativeVision:
     def embed(self, patches: Array, places: Int64s, shares: Floats | None) -> Array:
         patches = self._entry_norm(patches, 0)
         x = self._encoder.product(StoredProjection((self._weights.patches,)), patches, patches.dtype)
+        if (row := self._weights.class_row) is not None:
+            x = np.concatenate((from_float32(to_float32(row.array, row.dtype), self._spec.dtype)[None], x))
         return self._entry_norm(self._with_positions(self._entry_norm(x, 1), places, shares), 2)
 
     def _entry_norm(self, x: Array, number: int) -> Array:
         """In place; nothing, where there are none."""
-        if not self._weights.entry_norms:
+        norm = self._weights.entry_norms[number] if self._weights.entry_norms else None
+        if norm is None:
             return x
-        norm = self._weights.entry_norms[number]
-        return self._encoder.operations.norm(x, x, norm.weight, norm.bias, ENTRY_NORM_EPS, Norm.LAYER)
+        eps = self._weights.entry_norm_eps
+        return self._encoder.operations.norm(x, x, norm.weight, norm.bias, eps, Norm.LAYER)
 
     def _with_positions(self, x: Array, places: Int64s, shares: Floats | None) -> Array:
         positions = self._weights.encoder.positions

@@ -243,7 +243,7 @@ ANYRES_UNSCALED = Kind(AnyresProcessor.make_unscaled, UnscaledFile, "", 1, CLIP_
 def _check_grids(
     sizes: tuple[tuple[int, int], ...], tile_size: int, num_tokens: int, name: str, key: str
 ) -> None:
-    """Raise `ModelError` for sizes of grids that cannot be used, with this number of tokens of a tile, which `key` says."""
+    """Raise `ModelError` for sizes of grids that cannot be used. `key` says the number of tokens of a tile."""
     if not 1 <= len(sizes) <= _MAX_SIZES or any(
         side % tile_size or not 0 < side <= MAX_SIDE for each in sizes for side in each
     ):

@@ -1,8 +1,8 @@
 """The processing of models that make one tile of an image.
 
-Gemma 3 makes a square of it, and LLaVA 1.5 takes the square in its middle. Qwen2.5-VL, Qwen3-VL and Qwen3.5 keep its size, as far as whole squares of patches and
-bounds of pixels allow it. Gemma 4 makes an image as large as its number of tokens allows, at nearly its own ratio of
-sides.
+Gemma 3 makes a square of it, and LLaVA 1.5 takes the square in its middle. Qwen2.5-VL, Qwen3-VL and Qwen3.5 keep its
+size, as far as whole squares of patches and bounds of pixels allow it. Gemma 4 makes an image as large as its number of
+tokens allows, at nearly its own ratio of sides.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ class VisionExecutor(Protocol):
     """Computes a tower's tile. One thread at a time; long calls release the GIL."""
 
     def embed(self, patches: Rows, places: Int64s, shares: Floats | None) -> Rows:
-        """patches (P, 3 * num_frames * patch_size ** 2) times the patches' matrix, behind the `class_row` where there is
-        one, plus the positions of `places` (P,) where there is a table of them, or with `shares` (P, N) the sum of
+        """patches (P, 3 * num_frames * patch_size ** 2) times the patches' matrix, behind the `class_row` if there
+        is one, plus the positions of `places` (P,) where there is a table of them, or with `shares` (P, N) the sum of
         those of `places` (P, N), times these. Each of the three is normalised where there are `entry_norms`.
         """
 
@@ -231,9 +231,8 @@ def _grid(config: VisionConfig, num_rows: int, num_columns: int) -> _Grid:
         own[tokens] = np.arange(num_patches).reshape(own.shape)
     if config.names.class_row is not None:
         rows = np.arange(num_patches + 1, dtype=np.int64)
-        return _Grid(
-            places, windows + [0, 1], rows[:, None] if config.gives_class else own + 1, None, rows, None
-        )
+        order = rows[:, None] if config.gives_class else own + 1
+        return _Grid(places, np.array([0, len(rows)], np.int64), order, None, rows, None)
     rotary = Rotary.whole(config.rope_theta, config.hidden_size // config.num_heads // 2)
     row, column = np.divmod(places, num_columns)
     if rotary is None and config.axis_positions:

@@ -1,12 +1,13 @@
 """A vision tower and its connector as validated values of config.json.
 
 The tower is an encoder of square patches. SigLIP's (arXiv 2303.15343) takes square tiles, whose patches all see one
-another; CLIP's (arXiv 2103.00020) a row of its own with them. Qwen2.5-VL's (arXiv 2502.13923, section 2.1) takes images of any size: patches turn by their rows and columns,
-and see those of their window in most layers. Qwen3-VL's has a table of positions, too, and no windows; the states of
-some of its layers also become rows. Qwen3.5's is the same without these. Gemma 4's tower has no windows either; a
-table of columns and one of rows are its positions, by which halves of heads turn, too. Its unified models have these
-tables, and no layers: a tower of none. The connector makes one row of the decoder's embeddings of each square of
-patches: side by side (pixel shuffle, arXiv 2408.12637, section 3), or of their mean. Nothing here imports numpy.
+another; CLIP's (arXiv 2103.00020) a row of its own with them. Qwen2.5-VL's (arXiv 2502.13923, section 2.1) takes images
+of any size: patches turn by their rows and columns, and see those of their window in most layers. Qwen3-VL's has a
+table of positions, too, and no windows; the states of some of its layers also become rows. Qwen3.5's is the same
+without these. Gemma 4's tower has no windows either; a table of columns and one of rows are its positions, by which
+halves of heads turn, too. Its unified models have these tables, and no layers: a tower of none. The connector makes one
+row of the decoder's embeddings of each square of patches: side by side (pixel shuffle, arXiv 2408.12637, section 3), or
+of their mean. Nothing here imports numpy.
 """
 
 from __future__ import annotations

@@ -333,8 +333,11 @@ def oracle_inputs(
         more = {} if sizes else {"batch_num_images": torch.tensor([num])}
         image_sizes = torch.tensor(sizes or [(32, 32)] * num)
         return {"input_ids": tokens, "pixel_values": values[0], "image_sizes": image_sizes, **more}
-    if model.config.model_type == "llava_next":  # all tiles are those of one image
-        return {"input_ids": tokens, "pixel_values": values, "image_sizes": torch.tensor(sizes)}
+    if model.config.model_type == "llava_next":
+        padded = torch.nn.utils.rnn.pad_sequence(
+            [pixel_values(own, dtype)[0] for own in tiles], batch_first=True
+        )
+        return {"input_ids": tokens, "pixel_values": padded, "image_sizes": torch.tensor(sizes)}
     if model.config.model_type == "llava":
         return {"input_ids": tokens, "pixel_values": values[0]}
     if model.config.model_type != "gemma3":
@@ -391,7 +394,7 @@ PREPROCESSOR = {
 }
 PROCESSOR = {"processor_class": "SmolVLMProcessor", "image_seq_len": 4}
 # What the template writes for an image, preprocessor_config.json and processor_config.json.
-_FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "idefics3": ("<image>", PREPROCESSOR, PROCESSOR),
     "gemma3": (
         "<start_of_image>",
@@ -426,16 +429,16 @@ _FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
-_FILES["llava"] = ("<image>", CLIP, LLAVA_PROCESSOR)
-_FILES["llava_next"] = ("<image>", NEXT, {**LLAVA_PROCESSOR, "processor_class": "LlavaNextProcessor"})
-_FILES["llava_onevision"] = ("<image>", ONEVISION, ONEVISION_PROCESSOR)
-_FILES["qwen3_vl"] = _FILES["qwen3_5"] = (*_FILES["qwen2_5_vl"][:2], {"processor_class": "Qwen3VLProcessor"})
+FILES["llava"] = ("<image>", CLIP, LLAVA_PROCESSOR)
+FILES["llava_next"] = ("<image>", NEXT, {**LLAVA_PROCESSOR, "processor_class": "LlavaNextProcessor"})
+FILES["llava_onevision"] = ("<image>", ONEVISION, ONEVISION_PROCESSOR)
+FILES["qwen3_vl"] = FILES["qwen3_5"] = (*FILES["qwen2_5_vl"][:2], {"processor_class": "Qwen3VLProcessor"})
 
 
 def save_vision(directory: Path, family: str = "idefics3", *, model: Any = None) -> Any:
     """Write a model's directory as Hugging Face does, with the files of its processor; returns the model."""
     model = model or tiny_vision_model(family, text={"max_position_embeddings": 4096})
-    placeholder, preprocessor, processor = _FILES[family]
+    placeholder, preprocessor, processor = FILES[family]
     save_tiny("llama", directory)  # for the tokenizer
     model.save_pretrained(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))

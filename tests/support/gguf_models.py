@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 import torch
 from tests.support.gguf_files import random_blocks
-from tests.support.gguf_gemma4 import add_gemma4, name_of_gemma4
+from tests.support.gguf_gemma4 import add_gemma3n, add_gemma4, name_of_gemma4
 from tests.support.gguf_mamba import add_mamba, known_of_mamba, mamba_factors, mamba_kv_heads, mamba_shaped
 from tests.support.tiny_models import tensors_of
 
@@ -70,6 +70,7 @@ ARCHITECTURES = {
     "falcon_h1": "FALCON_H1",
     "nemotron_h": "NEMOTRON_H_MOE",
     "llama4_text": "LLAMA4",
+    "gemma3n_text": "GEMMA3N",
     "gemma4_text": "GEMMA4",
 }
 TILED = ("qwen3_5_text", "qwen3_5_moe_text")  # value heads of delta nets
@@ -86,7 +87,8 @@ _STACKED = {
     "down_proj": "weight",
     "down_proj_bias": "bias",
 }
-_EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(.*)")
+# Experts, and matrices of streams
+_EXPERT = re.compile(r"(.*\.(?:experts|altup\w*_projections)\.)(\d+)\.(.*)")
 _QKV = re.compile(r"(.*\.self_attn\.)[qkv]_proj\.(.*)")
 # transformers' names of corrections → those by which gguf-py knows them
 _CORRECTIONS = {"e_score_correction_bias": "e_score_correction.bias", "expert_bias": "expert_bias.bias"}
@@ -280,6 +282,7 @@ def _write(writer: Any, name: str, data: np.ndarray, kind: str) -> np.ndarray:
     stays = (
         *("ffn_gate_inp" in name, name.endswith("bias"), name.endswith("_norm.weight")),
         name.startswith("position_embd"),
+        any(part in name for part in ("altup", "laurel", "per_layer_model_proj")),
     )
     is_matrix = data.ndim > 1 and not any(stays)
     quantised = gguf.GGMLQuantizationType[kind]
@@ -366,7 +369,9 @@ def _add_settings(writer: Any, config: Any) -> None:
         writer.add_parallel_residual(config.use_parallel_residual)
     if family in ("cohere", "cohere2"):
         writer.add_logit_scale(config.logit_scale)
-    if family in ("gemma2", "gemma3_text", "cohere2"):
+    if family == "gemma3n_text":
+        add_gemma3n(writer, config)
+    if family in ("gemma2", "gemma3_text", "gemma3n_text", "cohere2"):
         writer.add_sliding_window(config.sliding_window)
     if family in ("olmo3", "exaone4") and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)

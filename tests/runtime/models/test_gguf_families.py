@@ -119,6 +119,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama4_text",
         CONSTANT_CHUNKS | {"moe_layers": [1, 3], "interleave_moe_layer_step": 2},
     ),
+    "gemma3n_text": ("gemma3n_text", {}),
+    "gemma3n_text, two streams, keys of all layers": (
+        "gemma3n_text",
+        {
+            "altup_num_inputs": 2,
+            "altup_active_idx": 1,
+            "num_kv_shared_layers": 0,
+            "intermediate_size": [96, 64, 160, 96, 32],
+            "final_logit_softcapping": 30.0,
+        },
+    ),
     "gemma4_text": ("gemma4_text", {}),
     "gemma4_text, keys that are values": ("gemma4_text", {**EQUAL, "final_logit_softcapping": None}),
     "gemma4_text, a mixture": ("gemma4_text", {**MIXTURE, "moe_intermediate_size": 64}),
@@ -137,7 +148,6 @@ ARCHITECTURES_OF = {
 REFUSED = {
     "ministral": "mistral3",
     "bitnet": "bitnet-b1.58",
-    "gemma3n_text": "gemma3n",
 }
 
 
@@ -205,7 +215,16 @@ def test_a_file_computes_what_the_model_does(variant: str, kind: str, tmp_path: 
 
 @pytest.mark.parametrize(
     "family",
-    ["gemma2", "mixtral", "qwen3_moe", "gpt_oss", "granitemoehybrid", "falcon_h1, norms", "nemotron_h"],
+    [
+        "gemma2",
+        "mixtral",
+        "qwen3_moe",
+        "gpt_oss",
+        "granitemoehybrid",
+        "falcon_h1, norms",
+        "nemotron_h",
+        "gemma3n_text",
+    ],
 )
 def test_a_packed_file_has_the_tensors_of_the_file(family: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
@@ -259,6 +278,32 @@ def test_decays_that_have_no_logarithms_are_refused(tmp_path: Path) -> None:
     next(tensor for tensor in reader.tensors if tensor.name == "blk.0.ssm_a").data[1] = 0.0
 
     with pytest.raises(CheckpointError, match=r"blk\.0\.ssm_a has numbers that are not below 0"):
+        tensors_and_config(open_model(str(path)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"attention.sliding_window_pattern": None}, "has no gemma3n.attention.sliding_window_pattern"),
+        ({"attention.shared_kv_layers": None}, "has no gemma3n.attention.shared_kv_layers"),
+        ({"altup.num_inputs": 3}, r"altup_proj.weight of shape \(3, 64, 64\) does not hold 2 matrices"),
+        ({"altup.num_inputs": 17}, "altup.num_inputs is '17', but must be a whole number from 2 to 16"),
+        ({"altup.active_idx": 4}, "altup.active_idx is '4', but must be a whole number from 0 to 3"),
+        (
+            {"activation_sparsity_scale": [1.0]},
+            "activation_sparsity_scale is '.*', but must be an array of 5",
+        ),
+        ({"feed_forward_length": [96, 96]}, "a whole number from 1 to 1048576, or one for each layer"),
+    ],
+)
+def test_keys_of_gemma3n_that_cannot_be_used_are_named(
+    changed: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.gguf"
+    with monkeypatch.context() as patch:
+        change_keys(patch, {f"gemma3n.{key}": value for key, value in changed.items()})
+        write_gguf(path, tiny_model("gemma3n_text"))
+    with pytest.raises(CheckpointError, match=message):
         tensors_and_config(open_model(str(path)), tmp_path)
 
 

@@ -223,19 +223,6 @@ def test_logits_of_gemma4_are_those_of_transformers(variant: str) -> None:
     assert (np.concatenate(parts) == whole).all()
 
 
-@pytest.mark.parametrize("family", ["llava", "llava_onevision", "gemma3", "gemma4", "qwen3_vl"])
-def test_files_without_the_towers_tensors_are_served_as_text(family: str) -> None:
-    model, tokens = tiny_vision_model(family), list(range(20))
-    tensors, config = tensors_of(model), config_json(model)
-    text = {
-        name: each for name, each in tensors.items() if "vision_tower." not in name and ".visual." not in name
-    }
-    decoder = build_model(config, DictWeights(text))
-    assert (decoder.vision, decoder.spec.takes_images) == (None, False)
-    logits = Stepper(decoder).step({"a": tokens})["a"]
-    assert torch.equal(logits, Stepper(ours(model)).step({"a": tokens})["a"])
-
-
 def test_rows_of_a_tile_depend_on_no_other() -> None:
     decoder, tiles = ours(tiny_vision_model()), random_tiles(3)
     together = rows_of(decoder, tiles)

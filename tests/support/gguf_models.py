@@ -94,6 +94,14 @@ _QKV = re.compile(r"(.*\.self_attn\.)[qkv]_proj\.(.*)")
 _CORRECTIONS = {"e_score_correction_bias": "e_score_correction.bias", "expert_bias": "expert_bias.bias"}
 
 
+def tensors_and_config(source: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Of a file that was opened as a model."""
+    from safetensors.torch import load
+
+    data, _ = source.read("model.safetensors", max_bytes=1 << 28)
+    return load(data), json.loads(source.read("config.json", max_bytes=1 << 20)[0])
+
+
 def write_gguf(
     path: Path, model: Any, kind: str = "F32", *, is_older: bool = False, architecture: str = ""
 ) -> dict[str, torch.Tensor]:

@@ -37,7 +37,7 @@ from teneral.runtime.weights import StreamedWeights
 
 pytest.importorskip("gguf")
 
-from tests.support.gguf_models import ARCHITECTURES, write_gguf
+from tests.support.gguf_models import ARCHITECTURES, tensors_and_config, write_gguf
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -156,13 +156,6 @@ def test_every_family_is_read_or_refused():
     assert model_types() == ARCHITECTURES.keys()
 
 
-def tensors_and_config(source: Any, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    from safetensors.torch import load
-
-    data, _ = source.read("model.safetensors", max_bytes=1 << 28)
-    return load(data), json.loads(source.read("config.json", max_bytes=1 << 20)[0])
-
-
 # Whose rows fill blocks of 256.
 WIDE = {"hidden_size": 256, "intermediate_size": 256}
 WIDE_VARIANTS = {
@@ -194,7 +187,7 @@ def test_a_file_computes_what_the_model_does(variant: str, kind: str, tmp_path: 
     meant = write_gguf(path, model, kind, is_older=is_older, architecture=architecture)
     oracle = with_tensors(model, meant)
     source = open_model(str(tmp_path / "model.gguf"))
-    tensors, config = tensors_and_config(source, tmp_path)
+    tensors, config = tensors_and_config(source)
     prompt = prompt_of(60)
     expected = oracle_logits(oracle, prompt)
     if kind == "F32":
@@ -231,7 +224,7 @@ def test_a_packed_file_has_the_tensors_of_the_file(family: str, tmp_path: Path) 
 
     write_gguf(tmp_path / "model.gguf", tiny_model(*VARIANTS[family][:1], **VARIANTS[family][1]), "Q8_0")
     source = open_model(str(tmp_path / "model.gguf"))
-    tensors, _ = tensors_and_config(source, tmp_path)
+    tensors, _ = tensors_and_config(source)
     result = pack(open_model(str(tmp_path / "model.gguf")), open_store(str(tmp_path / "packed")))
     unpack(open_store(str(tmp_path / "packed")), tmp_path / "out")
     again = {
@@ -278,7 +271,7 @@ def test_decays_that_have_no_logarithms_are_refused(tmp_path: Path) -> None:
     next(tensor for tensor in reader.tensors if tensor.name == "blk.0.ssm_a").data[1] = 0.0
 
     with pytest.raises(CheckpointError, match=r"blk\.0\.ssm_a has numbers that are not below 0"):
-        tensors_and_config(open_model(str(path)), tmp_path)
+        tensors_and_config(open_model(str(path)))
 
 
 @pytest.mark.parametrize(
@@ -304,7 +297,7 @@ def test_keys_of_gemma3n_that_cannot_be_used_are_named(
         change_keys(patch, {f"gemma3n.{key}": value for key, value in changed.items()})
         write_gguf(path, tiny_model("gemma3n_text"))
     with pytest.raises(CheckpointError, match=message):
-        tensors_and_config(open_model(str(path)), tmp_path)
+        tensors_and_config(open_model(str(path)))
 
 
 @pytest.mark.parametrize(
@@ -334,7 +327,7 @@ def test_keys_of_gemma4_that_mean_another_model_are_named(
         change_keys(patch, {f"gemma4.{key}": value for key, value in changed.items()})
         write_gguf(path, tiny_model("gemma4_text"))
     with pytest.raises(CheckpointError, match=message):
-        tensors_and_config(open_model(str(path)), tmp_path)
+        tensors_and_config(open_model(str(path)))
 
 
 def change_keys(patch: pytest.MonkeyPatch, changed: dict[str, Any]) -> None:
@@ -372,7 +365,7 @@ def test_frequencies_that_are_not_gemma4s_are_refused(
         patch.setattr(gguf.GGUFWriter, "add_tensor", add_others)
         write_gguf(tmp_path / "model.gguf", tiny_model("gemma4_text"))
     with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is not what Gemma 4 has"):
-        tensors_and_config(open_model(str(tmp_path / "model.gguf")), tmp_path)
+        tensors_and_config(open_model(str(tmp_path / "model.gguf")))
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -21,7 +21,7 @@ from .fields import Norm
 from .matrices import DenseMatrix, LayerNormWeights, Projection
 from .rotary import Floats, Rotary
 from .spec import Activation, EncoderSpec, Pooling, activation_of
-from .vision_config import VisionConfig
+from .vision_config import MAX_TILE_PIXELS, VisionConfig
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     Levels = npt.NDArray[np.float32]  # (3, 256): a channel's number for each value of a pixel
     Tiles = npt.NDArray[np.uint8]  # (N, 3, height, width), as `VisionConfig.grid_of` takes them
 
-_BOUNDS = ("input_min", "input_max", "output_min", "output_max")  # of a layer's matrix, by its name
+_BAND_PIXELS = 1 << 16  # which become numbers at once, or those of one row of patches
+BAND_ROWS = 512  # of what positions are mixed of, at most
+_WIDE_BYTES = 40  # of each number that becomes one of the dtype at once
 Rows = Any  # (T, hidden_size) in the dtype of activations
 
 
@@ -67,6 +69,9 @@ class VisionWeights(Struct, frozen=True, eq=False):
 
 class VisionExecutor(Protocol):
     """Computes a tower's tile. One thread at a time; long calls release the GIL."""
+
+    def working_bytes(self, num_rows: int) -> int:
+        """The memory that `layers` still takes for `num_rows` besides x."""
 
     def embed(self, patches: Rows, places: Int64s, shares: Floats | None) -> Rows:
         """patches (P, 3 * num_frames * patch_size ** 2) times the patches' matrix, behind the `class_row` if there
@@ -119,6 +124,22 @@ class VisionTower:
         self._weights = weights
         self._executor = executor
 
+    def working_bytes(self, height: int = 0, width: int = 0) -> int:
+        """The memory that encoding a tile of these pixels takes beside the tile, by default the largest one that the
+        tower takes: no less than it does. What earlier tiles have left to the executor is not counted again.
+        """
+        config, item = self.config, self.dtype.size_bytes
+        num_patches = height // config.patch_size * (width // config.patch_size) or config.most_patches
+        num_rows = num_patches + (config.names.class_row is not None)
+        # Of a row: its patch twice; the states of it and of deep layers, what they are made of, and what becomes of
+        # them; what it turns by, and where it is.
+        patch = 2 * 3 * config.num_frames * config.patch_size**2
+        states = (6 + len(config.deep_layers)) * config.hidden_size + 2 * config.connector_width
+        places = 16 * config.hidden_size // config.num_heads + 256
+        band = max(_BAND_PIXELS, (width or MAX_TILE_PIXELS) * config.patch_size)
+        wide = _WIDE_BYTES * max(3 * band, BAND_ROWS * config.hidden_size)
+        return num_rows * ((patch + states) * item + places) + wide + self._executor.working_bytes(num_rows)
+
     def encode(
         self, tiles: Tiles, levels: Levels, is_over: Callable[[], bool] = lambda: False
     ) -> Iterator[Rows]:
@@ -165,18 +186,22 @@ class VisionTower:
 
     def _patches(self, tile: npt.NDArray[np.uint8], levels: Levels) -> Rows:
         """(P, 3 * num_frames * patch_size ** 2), row by row of patches: what of the tile is left over on the right and
-        at the bottom is no whole patch.
+        at the bottom is no whole patch. A few rows at a time are wider than `dtype`.
         """
         size, num_frames = self.config.patch_size, self.config.num_frames
         rows, columns = (side // size for side in tile.shape[1:])
         if self.config.centres_pixels:
             levels = 2 * (levels - np.float32(0.5))
-        pixels = np.stack([own[channel] for own, channel in zip(levels, tile, strict=True)])
-        whole = pixels[:, : rows * size, : columns * size].reshape(3, rows, size, columns, size)
-        if self.config.channels_last:
-            return from_float32(whole.transpose(1, 3, 2, 4, 0).reshape(rows * columns, -1), self.dtype)
-        patches = np.repeat(whole.transpose(1, 3, 0, 2, 4)[:, :, :, None], num_frames, axis=3)
-        return from_float32(patches.reshape(rows * columns, -1), self.dtype)
+        order = (1, 3, 2, 4, 0) if self.config.channels_last else (1, 3, 0, 2, 4)
+        patches = np.empty((rows, columns, 3, num_frames, size**2), self.dtype.numpy)
+        step = max(1, _BAND_PIXELS // (columns * size**2))
+        for first in range(0, rows, step):
+            band = tile[:, first * size : min(first + step, rows) * size, : columns * size]
+            pixels = np.stack([own[channel] for own, channel in zip(levels, band, strict=True)])
+            split = pixels.reshape(3, -1, size, columns, size).transpose(order)
+            own = from_float32(split.reshape(-1, 3 * size**2), self.dtype)
+            patches[first : first + step] = own.reshape(-1, columns, 3, 1, size**2)
+        return patches.reshape(rows * columns, -1)
 
 
 def _scaled(tiles: Sequence[Rows], layout: TileLayout, dtype: DType) -> Iterator[Rows]:

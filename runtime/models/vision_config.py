@@ -206,6 +206,14 @@ class VisionConfig(Struct, frozen=True):
         return self.patches_per_side**2
 
     @property
+    def most_patches(self) -> int:
+        """Of a tile."""
+        if self.tile_size:
+            return self.patches_per_tile
+        most = (2 * MAX_TILE_PIXELS // self.patch_size) ** 2  # of an image that a processor makes
+        return min(most, self.most_tokens * self.square**2, MAX_PATCHES)
+
+    @property
     def num_positions(self) -> int:
         """Of the table of positions."""
         if self.names.positions is None:

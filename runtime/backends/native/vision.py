@@ -9,6 +9,7 @@ import numpy as np
 from ...models.executor import Floats, TextBatch
 from ...models.fields import Norm
 from ...models.matrices import StoredProjection
+from ...models.vision import BAND_ROWS
 from ...tensors import from_float32, to_float32
 from .encoder import NativeEncoder
 from .operations import ACTIVATIONS
@@ -30,6 +31,9 @@ class NativeVision:
         self._spec = spec
         self._weights = weights
         self._encoder = NativeEncoder(spec, weights.encoder, library)
+
+    def working_bytes(self, num_rows: int) -> int:
+        return self._encoder.missing_bytes(num_rows) if self._spec.num_layers else 0
 
     def embed(self, patches: Array, places: Int64s, shares: Floats | None) -> Array:
         patches = self._entry_norm(patches, 0)
@@ -53,11 +57,14 @@ class NativeVision:
         if shares is None:
             return self._encoder.operations.add(x, self._encoder.rows_of(positions, places))
         used, numbers = np.unique(places, return_inverse=True)
-        table = to_float32(positions.array[used], positions.dtype)
-        more = np.zeros(x.shape, np.float32)
-        for taps, share in zip(numbers.reshape(places.shape).T, shares.T, strict=True):
-            more += table[taps] * share[:, None]
-        return self._encoder.operations.add(x, from_float32(more, self._spec.dtype))
+        table, numbers = to_float32(positions.array[used], positions.dtype), numbers.reshape(places.shape)
+        for first in range(0, len(x), BAND_ROWS):
+            band = slice(first, first + BAND_ROWS)
+            more = np.zeros(x[band].shape, np.float32)
+            for taps, share in zip(numbers[band].T, shares[band].T, strict=True):
+                more += table[taps] * share[:, None]
+            self._encoder.operations.add(x[band], from_float32(more, self._spec.dtype))
+        return x
 
     def layers(self, first: int, end: int, x: Array, starts: Int64s, turns: Floats | None) -> Array:
         return self._encoder.layers(TextBatch(np.zeros(len(x), np.int64), starts), first, end, x, turns)

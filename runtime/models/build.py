@@ -128,7 +128,8 @@ def _decoder(config: DecoderConfig, weights: Weights, backends: Iterable[Executo
     )
     tower: VisionTower | SpeechTower | None = None
     if config.vision is not None:
-        from .vision_tensors import VisionFactory, build_vision  # of few models
+        from .vision import VisionFactory  # of few models
+        from .vision_tensors import build_vision
 
         factory = cast("VisionFactory", backend)
         tower = build_vision(

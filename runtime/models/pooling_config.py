@@ -106,8 +106,8 @@ def _score_tokens(own: Fields, vocab_size: int) -> ScoreTokens:
 
 
 def logit_score_of(config: Fields, tokenizer: Any) -> dict[str, int] | None:
-    """What the config.json of a LogitScore would hold that scores as vLLM does by a decoder's head: by the logit of one
-    token, less that of the one before it. `tokenizer` is the content of tokenizer.json; None without it. Raises
+    """The config.json of a LogitScore that scores as vLLM does by a decoder's head: by the logit of the last one of the
+    file's tokens, less that of the one before it. `tokenizer` is the content of tokenizer.json; None without it. Raises
     `ModelError` for other classifiers, and for tokens that it does not have.
     """
     tokens = config.texts(CLASSIFIER_TOKENS) or []

@@ -125,7 +125,7 @@ class VisionTower:
         self._executor = executor
 
     def working_bytes(self, height: int = 0, width: int = 0) -> int:
-        """The memory that encoding a tile of these pixels takes beside the tile, by default the largest one that the
+        """The memory that encoding a tile of these pixels takes, the tile left out, by default the largest one that the
         tower takes: no less than it does. What earlier tiles have left to the executor is not counted again.
         """
         config, item = self.config, self.dtype.size_bytes

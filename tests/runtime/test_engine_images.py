@@ -244,7 +244,7 @@ def slow(model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, 
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_tile_takes_no_more_memory_than_its_tower_says(
+def test_a_tile_takes_no_more_memory_than_its_tower_predicts(
     family: str, height: int, width: int, dtype: torch.dtype
 ) -> None:
     tiles = random_tiles(1, height, width)
@@ -254,18 +254,18 @@ def test_a_tile_takes_no_more_memory_than_its_tower_says(
         towers[kind] = build_model(config_json(oracle), DictWeights(tensors_of(oracle))).vision
     tower = towers["second"]
     (_,) = towers["first"].encode(tiles, PLAIN_LEVELS)  # what modules make at their first use
-    said = tower.working_bytes(height, width)
+    predicted = tower.working_bytes(height, width)
     tracemalloc.start()
     try:
         (rows,) = tower.encode(tiles, PLAIN_LEVELS)
         taken = tracemalloc.get_traced_memory()[1] - rows.nbytes
     finally:
         tracemalloc.stop()
-    assert taken <= said <= tower.working_bytes() if family in DYNAMIC else taken <= said
+    assert taken <= predicted <= tower.working_bytes() if family in DYNAMIC else taken <= predicted
     if width > 400:  # of few patches, what is taken at once for some is the most
-        assert said < 3 * taken
+        assert predicted < 3 * taken
     if tower.config.num_layers:
-        assert tower.working_bytes(height, width) < said  # the executor keeps some
+        assert tower.working_bytes(height, width) < predicted  # the executor keeps some
 
 
 def test_an_image_for_which_there_is_no_memory_is_refused(

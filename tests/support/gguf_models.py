@@ -363,16 +363,7 @@ def _add_settings(writer: Any, config: Any) -> None:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if hasattr(config, "linear_num_key_heads"):
-        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
-        writer.add_ssm_state_size(config.linear_key_head_dim)
-        writer.add_ssm_group_count(config.linear_num_key_heads)
-        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
-        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
-        kinds = [kind == "linear_attention" for kind in config.layer_types]
-        if family == "qwen3_next":
-            writer.add_array("qwen3next.attention.recurrent_layers", kinds)
-        else:
-            writer.add_full_attention_interval(kinds.index(False) + 1)
+        _add_delta_nets(writer, config)
     if family == "gpt_neox":
         writer.add_parallel_residual(config.use_parallel_residual)
     if family in ("cohere", "cohere2"):
@@ -409,6 +400,19 @@ def _add_settings(writer: Any, config: Any) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if writer.arch != "nemotron_h":
         _add_experts(writer, config)
+
+
+def _add_delta_nets(writer: Any, config: Any) -> None:
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    kinds = [kind == "linear_attention" for kind in config.layer_types]
+    if config.model_type == "qwen3_next":
+        writer.add_array("qwen3next.attention.recurrent_layers", kinds)
+    else:
+        writer.add_full_attention_interval(kinds.index(False) + 1)
 
 
 def _add_latents(writer: Any, config: Any, rope: dict[str, Any]) -> None:

@@ -344,7 +344,8 @@ typedef enum tn_activation {
     TN_GELU_TANH = 2,
     TN_RELU = 3,
     TN_TANH = 4,
-    TN_RELU2 = 5, /* the square of ReLU */
+    TN_RELU2 = 5,      /* the square of ReLU */
+    TN_GELU_QUICK = 6, /* x / (1 + e^-1.702x) */
 } tn_activation;
 
 /* The rows of some tokens, rounded once. */

@@ -64,12 +64,18 @@ TN_INLINE vf vf_gelu_tanh(vf x) {
     return vf_div(x, vf_add(vf_set(1.0f), vf_exp(y)));
 }
 
+/* x / (1 + e^-1.702x) */
+TN_INLINE vf vf_gelu_quick(vf x) {
+    return vf_div(x, vf_add(vf_set(1.0f), vf_exp(vf_mul(x, vf_set(-1.702f)))));
+}
+
 TN_INLINE vf vf_activation(int activation, vf x) {
     switch (activation) {
     case TN_SILU: return vf_silu(x);
     case TN_GELU: return vf_gelu(x);
     case TN_GELU_TANH: return vf_gelu_tanh(x);
     case TN_TANH: return vf_tanh(x);
+    case TN_GELU_QUICK: return vf_gelu_quick(x);
     case TN_RELU2: return vf_mul(vf_max(vf_zero(), x), vf_max(vf_zero(), x));
     default: return vf_max(vf_zero(), x); /* ReLU; in this order, so that a NaN passes */
     }

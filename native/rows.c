@@ -184,6 +184,7 @@ void tn_clamped_swiglu_row(void *out, const void *gate, const void *up, int64_t 
     case TN_GELU_TANH: activate_row(out, gate, up, num, TN_GELU_TANH, dtype); return;          \
     case TN_TANH: activate_row(out, gate, up, num, TN_TANH, dtype); return;                    \
     case TN_RELU2: activate_row(out, gate, up, num, TN_RELU2, dtype); return;                  \
+    case TN_GELU_QUICK: activate_row(out, gate, up, num, TN_GELU_QUICK, dtype); return;        \
     default: activate_row(out, gate, up, num, TN_RELU, dtype); return;                         \
     }
 
@@ -342,7 +343,7 @@ static void activate_body(void *arg, tn_region *region, int id) {
 
 int tn_activate(const tn_activate_args *args) {
     if (args->size != sizeof *args || !is_row_dtype(args->dtype)) return TN_REFUSED;
-    if (args->activation < TN_SILU || args->activation > TN_RELU2) return TN_REFUSED;
+    if (args->activation < TN_SILU || args->activation > TN_GELU_QUICK) return TN_REFUSED;
     run(activate_body, args, args->num_rows * args->num_columns);
     return TN_OK;
 }

@@ -204,7 +204,8 @@ def pool_bytes(
     kv_bytes: int | None = None,
     device_percent: int | None = None,
 ) -> int:
-    """The size of the KV pool in bytes: `kv_bytes`, or the default.
+    """The size of the KV pool in bytes: `kv_bytes`, or the default, which leaves room for what a tower takes for its
+    largest image.
 
     The weights have their memory by now; on a CPU, much of that is not touched yet. Raises `InsufficientMemoryError`
     where weights, the largest step and the pool are more than `device_percent` of the device's memory.
@@ -215,7 +216,9 @@ def pool_bytes(
         from ...loader.memory.limits import available_bytes
         from ..kv.storage import default_kv_bytes
 
-        return default_kv_bytes(weight_bytes, available_bytes())
+        tower = getattr(model, "vision", None)
+        tower_bytes = 0 if tower is None else tower.working_bytes()
+        return default_kv_bytes(weight_bytes + tower_bytes, available_bytes())
     if getattr(model.executor, "is_direct", False):
         free_bytes, total_bytes = model.executor.device.driver.memory()
         step_bytes = model.executor.step_bytes(max_running)

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ...loader.memory.limits import MIB, available
 from ...loader.timeline import Timeline
 from ..errors import RequestError, as_teneral_error
 from ..images.processor import TileLayout
@@ -40,6 +41,8 @@ class TowerLike(Protocol):
     @property
     def config(self) -> VisionConfig | SpeechConfig: ...
 
+    def working_bytes(self, height: int, width: int) -> int: ...
+
     def encode(self, tiles: Any, levels: Any, is_over: Callable[[], bool]) -> Iterator[Any]: ...
 
     def join(self, parts: Sequence[Any], layout: TileLayout | None) -> Any: ...
@@ -63,7 +66,9 @@ class ImageEncoder:
         self._num_encoded = 0
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise RequestError for images that do not fit the model, or whose places in the prompt are not theirs."""
+        """Raise RequestError for images that do not fit the model, whose places in the prompt are not theirs, or which
+        take more memory while they are encoded, one tile at a time, than there is.
+        """
         config = self._tower.config
         if config.needs_images and len(request.images) != 1:
             raise RequestError(
@@ -76,6 +81,18 @@ class ImageEncoder:
             tokens = {request.prompt_tokens[place] for place in image.places.tolist()}
             if not is_fitting or tokens - {config.image_token}:
                 raise RequestError("an image does not fit its places in the prompt", param="messages")
+            if image.tiles is not None:
+                self._check_memory(*image.tiles.shape[-2:])
+
+    def _check_memory(self, height: int, width: int) -> None:
+        needed_bytes, left = self._tower.working_bytes(height, width), available()
+        if left is not None and needed_bytes > left.size_bytes:
+            raise RequestError(
+                f"an image of {width} x {height} pixels as the model sees it takes {needed_bytes / MIB:,.0f} MiB of "
+                f"memory while it is encoded, but {left.size_bytes / MIB:,.0f} MiB are available ({left.limit})",
+                param="messages",
+                hint="Send a smaller image, or give the server more memory.",
+            )
 
     def follow(self, generation: Generation) -> None:
         """Encode the request's images, and end it if that fails. Returns at once."""

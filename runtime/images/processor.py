@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_SIDE = 4_096  # of a resized image
 MAX_TOKENS = 1 << 14  # of a tile
+_MAX_SQUARE = 1 << 14  # pixels of the side of a square that is made smaller
+_BAND = 256  # rows of such a square at once
 BILINEAR = 2  # Pillow's numbers
 BICUBIC = 3
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -29,6 +31,8 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _PROCESSORS = {
     "Idefics3Processor": ("tiled", "TILING"),
     "SmolVLMProcessor": ("tiled", "TILING"),
+    "LlavaProcessor": ("whole", "CROPPED"),
+    "LlavaNextProcessor": ("tiled", "ANYRES_UNSCALED"),
     "LlavaOnevisionProcessor": ("tiled", "ANYRES"),
     "Gemma3Processor": ("whole", "SQUARE"),
     "Gemma4Processor": ("whole", "BUDGET"),
@@ -58,6 +62,63 @@ class PixelFile(msgspec.Struct, frozen=True):
 class Rectangle(msgspec.Struct, frozen=True):
     height: int
     width: int
+
+
+class Sides(msgspec.Struct, frozen=True):
+    """Of a resized image: the shorter one, or both."""
+
+    shortest_edge: int | None = None
+    height: int | None = None
+    width: int | None = None
+
+
+class ClipFile(PixelFile, frozen=True):
+    """Those of CLIP's processor; the last three are processor_config.json's."""
+
+    image_mean: tuple[float, float, float] = CLIP_MEAN
+    image_std: tuple[float, float, float] = CLIP_STD
+    resample: int = BICUBIC
+    size: Sides = Sides(shortest_edge=224)
+    do_center_crop: bool = True
+    crop_size: Rectangle = Rectangle(224, 224)
+    patch_size: int = 0
+    num_additional_image_tokens: int = 0
+    vision_feature_select_strategy: str = ""
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        stated = (self.size.shortest_edge, self.size.height, self.size.width)
+        return (*(side for side in stated if side is not None), self.crop_size.height, self.crop_size.width)
+
+    def tile_size(self, name: str) -> int:
+        """The side of the squares that it makes. Raises `ModelError` for what is not one."""
+        size, crop = self.size, self.crop_size.height
+        square = size.height if size.height == size.width else None
+        side = size.shortest_edge or square or 0
+        if self.do_center_crop and not (side == crop == self.crop_size.width):
+            side = 0
+        if not self.do_resize or not side or (not self.do_center_crop and square is None):
+            raise ModelError(
+                f"{name}: images must be resized (do_resize) to a size whose shortest side is that of a square "
+                f"crop_size (do_center_crop), or to a square, not to {self.size} and {self.crop_size}"
+            )
+        return side
+
+    def num_tokens(self, size: int) -> int:
+        """Of a tile of this size. Raises `ModelError`."""
+        if not 0 < self.patch_size <= size or not 0 <= self.num_additional_image_tokens <= 1:
+            raise ModelError(
+                f"processor_config.json: patch_size is {self.patch_size}, but must be from 1 to {size}, and "
+                f"num_additional_image_tokens is {self.num_additional_image_tokens}, but must be 0 or 1"
+            )
+        num = (size // self.patch_size) ** 2 + self.num_additional_image_tokens
+        num -= self.vision_feature_select_strategy == "default"
+        if not 1 <= num <= MAX_TOKENS:
+            raise ModelError(f"processor_config.json: a patch_size of {self.patch_size} makes {num} tokens")
+        return num
+
+
+CLIP_KEYS = ("patch_size", "num_additional_image_tokens", "vision_feature_select_strategy")
 
 
 class TileLayout(msgspec.Struct, frozen=True):
@@ -175,6 +236,25 @@ class ImageProcessor(msgspec.Struct, frozen=True):
         from PIL.Image import Resampling  # imports Pillow, for servers that get images
 
         return image.resize((width, height), Resampling(self.file.resample))
+
+    def squared(self, image: Image, size: int) -> Image:
+        """The image in the middle of a square of the mean's colour, resized. The square is not there at once: Pillow
+        resizes rows, each by itself, and then columns.
+        """
+        import PIL.Image  # imports Pillow, for servers that get images
+
+        side = max(image.size)
+        if side > _MAX_SQUARE:
+            raise not_resized(image)
+        colour = tuple(int(255 * mean) for mean in self.file.image_mean)
+        left, top = (side - image.width) // 2, (side - image.height) // 2
+        narrow = PIL.Image.new("RGB", (size, side), colour)
+        for first in range(0, image.height, _BAND):
+            part = image.crop((0, first, image.width, min(first + _BAND, image.height)))
+            band = PIL.Image.new("RGB", (side, part.height), colour)
+            band.paste(part, (left, 0))
+            narrow.paste(self.resized(band, size, part.height), (0, top + first))
+        return self.resized(narrow, size, size)
 
 
 def not_resized(image: Image) -> RequestError:

@@ -3,7 +3,7 @@
 Idefics 3 and SmolVLM resize an image so that its longest side has `longest_side` pixels, and then so that whole tiles
 cover it; the image as one tile comes last. LLaVA-OneVision (arXiv 2408.03326, section 3.2) resizes it into the one of
 its sizes that wastes least, between black bars, and the image as one tile comes first; of several images each is one
-tile.
+tile. LLaVA-NeXT does the same with each image, and keeps all of a grid's tokens.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import msgspec
 from ..errors import ModelError
 from .processor import (
     BICUBIC,
+    CLIP_KEYS,
     CLIP_MEAN,
     CLIP_STD,
     MAX_SIDE,
+    ClipFile,
     ImageProcessor,
     ImageTiles,
     Kind,
@@ -29,7 +31,6 @@ from .processor import (
     Rectangle,
     TileLayout,
     array_of,
-    not_resized,
 )
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 _LANCZOS = 1
 _MAX_SIZES = 256  # among which an image's is chosen
 MAX_GRID_TOKENS = 1 << 16  # of a grid of tiles, padding included; 36 * 729 as published
-_MAX_SQUARE = 1 << 14  # pixels of the side of a square that is made smaller
-_BAND = 256  # rows of such a square at once
 _ASPECT_RATIO = re.compile(r"anyres_max_([1-9][0-9]?)", re.ASCII)
 
 
@@ -77,6 +76,18 @@ class AnyresFile(PixelFile, frozen=True):
     @property
     def sides(self) -> tuple[int, ...]:
         return self.size.height, self.size.width
+
+
+class UnscaledFile(ClipFile, frozen=True):
+    """Those of LLaVA-NeXT; some are processor_config.json's."""
+
+    image_grid_pinpoints: tuple[tuple[int, int], ...] = (
+        (336, 672),
+        (672, 336),
+        (672, 672),
+        (1008, 336),
+        (336, 1008),
+    )
 
 
 class TilingProcessor(ImageProcessor, frozen=True):
@@ -130,10 +141,12 @@ class TilingProcessor(ImageProcessor, frozen=True):
 
 
 class AnyresProcessor(ImageProcessor, frozen=True):
-    """That of LLaVA-OneVision."""
+    """That of LLaVA-OneVision and LLaVA-NeXT."""
 
-    file: AnyresFile
-    most_tiles: int  # a grid of more tokens than these have is made smaller
+    file: AnyresFile | UnscaledFile
+    tile_size: int
+    # A grid of more tokens than these have is made smaller, and of several images none has one. None: neither.
+    most_tiles: int | None
 
     @classmethod
     def make(cls, file: AnyresFile, num_tokens: int, tokens: Mapping[str, str], name: str) -> AnyresProcessor:
@@ -143,19 +156,7 @@ class AnyresProcessor(ImageProcessor, frozen=True):
                 f"{name}: images must be resized (do_resize) to a square size, and not be cropped "
                 f"(do_center_crop), not to {file.size.height} x {file.size.width}"
             )
-        if not 1 <= len(sizes) <= _MAX_SIZES or any(
-            side % size or not 0 < side <= MAX_SIDE for each in sizes for side in each
-        ):
-            raise ModelError(
-                f"{name}: image_grid_pinpoints must be 1 to {_MAX_SIZES} sizes, whose sides are multiples of "
-                f"{size} pixels up to {MAX_SIDE}"
-            )
-        most = max(height * width for height, width in sizes) // size**2
-        if math.isqrt(num_tokens) ** 2 != num_tokens or most * num_tokens > MAX_GRID_TOKENS:
-            raise ModelError(
-                f"processor_config.json: num_image_tokens is {num_tokens}, but must be the square of a number, and "
-                f"{most} times it at most {MAX_GRID_TOKENS}"
-            )
+        _check_grids(sizes, size, num_tokens, name, "num_image_tokens")
         if file.vision_feature_select_strategy != "full":
             raise ModelError(
                 "processor_config.json: vision_feature_select_strategy is "
@@ -170,12 +171,22 @@ class AnyresProcessor(ImageProcessor, frozen=True):
                 "'anyres_max_' and a number from 1 to 99"
             )
         token = tokens.get("image_token", "<image>")
-        return cls(file, num_tokens, token, token, int(found[1]))
+        return cls(file, num_tokens, token, token, size, int(found[1]))
+
+    @classmethod
+    def make_unscaled(
+        cls, file: UnscaledFile, num_tokens: int, tokens: Mapping[str, str], name: str
+    ) -> AnyresProcessor:
+        size = file.tile_size(name)
+        num_tokens = file.num_tokens(size)
+        _check_grids(file.image_grid_pinpoints, size, num_tokens, name, "the number of a tile's tokens")
+        token = tokens.get("image_token", "<image>")
+        return cls(file, num_tokens, token, token, size, None)
 
     def tiles(self, image: Image, num_images: int = 1) -> ImageTiles:
-        size = self.file.size.height
-        if num_images > 1:
-            return ImageTiles(array_of([self._squared(image, size)]), layout=TileLayout())
+        size = self.tile_size
+        if num_images > 1 and self.most_tiles is not None:
+            return ImageTiles(array_of([self.squared(image, size)]), layout=TileLayout())
         height, width = _best_size(image.width, image.height, self.file.image_grid_pinpoints)
         padded = self._padded(image, width, height)
         parts = [
@@ -202,25 +213,6 @@ class AnyresProcessor(ImageProcessor, frozen=True):
         padded.paste(self.resized(image, *inner), ((width - inner[0]) // 2, (height - inner[1]) // 2))
         return padded
 
-    def _squared(self, image: Image, size: int) -> Image:
-        """The image in the middle of a square of the mean's colour, resized. The square is not there at once: Pillow
-        resizes rows, each by itself, and then columns.
-        """
-        import PIL.Image  # as above
-
-        side = max(image.size)
-        if side > _MAX_SQUARE:
-            raise not_resized(image)
-        colour = tuple(int(255 * mean) for mean in self.file.image_mean)
-        left, top = (side - image.width) // 2, (side - image.height) // 2
-        narrow = PIL.Image.new("RGB", (size, side), colour)
-        for first in range(0, image.height, _BAND):
-            part = image.crop((0, first, image.width, min(first + _BAND, image.height)))
-            band = PIL.Image.new("RGB", (side, part.height), colour)
-            band.paste(part, (left, 0))
-            narrow.paste(self.resized(band, size, part.height), (0, top + first))
-        return self.resized(narrow, size, size)
-
     def _layout(self, width: int, height: int, num_rows: int, num_columns: int) -> TileLayout:
         """Of an image of these pixels in a grid of this number of tiles: the tokens of its bars are left out."""
         side = math.isqrt(self.tokens_per_tile)
@@ -230,6 +222,8 @@ class AnyresProcessor(ImageProcessor, frozen=True):
             rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
         else:
             columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        if self.most_tiles is None:
+            return TileLayout(num_rows, num_columns, rows, columns, rows, columns)
         ratio = math.sqrt(rows * columns / (self.most_tiles * self.tokens_per_tile))
         scaled = (int(rows // ratio), int(columns // ratio)) if ratio > 1.1 else (rows, columns)
         return TileLayout(num_rows, num_columns, rows, columns, *scaled)
@@ -243,6 +237,26 @@ ANYRES = Kind(
     0,
     ("vision_aspect_ratio", "vision_feature_select_strategy"),
 )
+ANYRES_UNSCALED = Kind(AnyresProcessor.make_unscaled, UnscaledFile, "", 1, CLIP_KEYS)
+
+
+def _check_grids(
+    sizes: tuple[tuple[int, int], ...], tile_size: int, num_tokens: int, name: str, key: str
+) -> None:
+    """Raise `ModelError` for sizes of grids that cannot be used. `key` says the number of tokens of a tile."""
+    if not 1 <= len(sizes) <= _MAX_SIZES or any(
+        side % tile_size or not 0 < side <= MAX_SIDE for each in sizes for side in each
+    ):
+        raise ModelError(
+            f"{name}: image_grid_pinpoints must be 1 to {_MAX_SIZES} sizes, whose sides are multiples of "
+            f"{tile_size} pixels up to {MAX_SIDE}"
+        )
+    most = max(height * width for height, width in sizes) // tile_size**2
+    if math.isqrt(num_tokens) ** 2 != num_tokens or most * num_tokens > MAX_GRID_TOKENS:
+        raise ModelError(
+            f"processor_config.json: {key} is {num_tokens}, but must be the square of a number, and "
+            f"{most} times it at most {MAX_GRID_TOKENS}"
+        )
 
 
 def _within(width: int, height: int, longest: int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """The processing of models that make one tile of an image.
 
-Gemma 3 makes a square of it. Qwen2.5-VL, Qwen3-VL and Qwen3.5 keep its size, as far as whole squares of patches and
-bounds of pixels allow it. Gemma 4 makes an image as large as its number of tokens allows, at nearly its own ratio of
-sides.
+Gemma 3 makes a square of it, and LLaVA 1.5 takes the square in its middle. Qwen2.5-VL, Qwen3-VL and Qwen3.5 keep its
+size, as far as whole squares of patches and bounds of pixels allow it. Gemma 4 makes an image as large as its number of
+tokens allows, at nearly its own ratio of sides.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import msgspec
 from ..errors import ModelError, RequestError
 from .processor import (
     BICUBIC,
+    CLIP_KEYS,
     CLIP_MEAN,
     CLIP_STD,
+    ClipFile,
     ImageProcessor,
     ImageTiles,
     Kind,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _MAX_PATCHES = 1 << 14  # of an image of any size; larger ones are made smaller than a file may allow
+_CROPPING = ("CLIPImageProcessor", "LlavaImageProcessor")  # how names of LLaVA 1.5's image processors begin
 _MAX_RATIO = 200  # of an image's sides
 _BUDGETS = (70, 140, 280, 560, 1120)  # tokens of an image, of which Gemma 4's files have one
 
@@ -43,6 +46,13 @@ class SquareFile(PixelFile, frozen=True):
     @property
     def sides(self) -> tuple[int, ...]:
         return self.size.height, self.size.width
+
+
+class CroppedFile(ClipFile, frozen=True):
+    """Those of LLaVA 1.5, whose own image processor may pad."""
+
+    image_processor_type: str = "CLIPImageProcessor"
+    do_pad: bool = False
 
 
 class _Pixels(msgspec.Struct, frozen=True):
@@ -131,6 +141,44 @@ class SquareProcessor(ImageProcessor, frozen=True):
         return f"\n\n{self.placeholder}{self.image_token * self.tokens_per_tile}{self.end}\n\n"
 
 
+class CroppedProcessor(ImageProcessor, frozen=True):
+    """That of LLaVA 1.5."""
+
+    file: CroppedFile
+    tile_size: int
+    pads: bool  # an image becomes a square of the mean's colour first
+
+    @classmethod
+    def make(
+        cls, file: CroppedFile, num_tokens: int, tokens: Mapping[str, str], name: str
+    ) -> CroppedProcessor:
+        kind = next((each for each in _CROPPING if file.image_processor_type.startswith(each)), None)
+        if kind is None:
+            raise ModelError(
+                f"{name}: image_processor_type is {file.image_processor_type[:40]!r}, but must be one of {_CROPPING}"
+            )
+        pads = file.do_pad and kind == _CROPPING[1]
+        if pads and not all(0 <= mean <= 1 for mean in file.image_mean):
+            raise ModelError(f"{name}: image_mean must be numbers from 0 to 1")
+        size, token = file.tile_size(name), tokens.get("image_token", "<image>")
+        return cls(file, file.num_tokens(size), token, token, size, pads)
+
+    def tiles(self, image: Image, num_images: int = 1) -> ImageTiles:
+        size = self.tile_size
+        if self.pads:
+            return ImageTiles(array_of([self.squared(image, size)]))
+        if self.file.size.shortest_edge is None:
+            return ImageTiles(array_of([self.resized(image, size, size)]))
+        longest = int(size * max(image.size) / min(image.size))
+        width, height = (longest, size) if image.width > image.height else (size, longest)
+        left, top = (width - size) // 2, (height - size) // 2
+        whole = self.resized(image, width, height)
+        return ImageTiles(array_of([whole.crop((left, top, left + size, top + size))]))
+
+    def text(self, tiles: ImageTiles) -> str:
+        return self.image_token * self.tokens_per_tile
+
+
 class DynamicProcessor(ImageProcessor, frozen=True):
     """That of Qwen2.5-VL, Qwen3-VL and Qwen3.5: dynamic resolution (arXiv 2409.12191, section 2.1)."""
 
@@ -204,6 +252,7 @@ class BudgetProcessor(ImageProcessor, frozen=True):
 
 
 SQUARE = Kind(SquareProcessor.make, SquareFile, "image_seq_length", 256)
+CROPPED = Kind(CroppedProcessor.make, CroppedFile, "", 1, CLIP_KEYS)
 DYNAMIC = Kind(DynamicProcessor.make, DynamicFile, "", 1)
 BUDGET = Kind(BudgetProcessor.make, BudgetFile, "", 1)
 

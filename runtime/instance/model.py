@@ -93,7 +93,7 @@ def build(
 
     with timeline.span("model", "build") as details:
         model_config = files.json("config.json", required=True)
-        weights, sentence = _weights_of(load, choice), sentence_files(files)
+        weights, sentence = _weights_of(load, choice), sentence_files(files, model_config)
         model: Any
         if config.backend == TRANSFORMERS:
             model, is_encoder = model_of_transformers(model_config, weights, config.compute_dtype, **sentence)

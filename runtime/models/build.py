@@ -14,6 +14,7 @@ from .decoder import Decoder
 from .decoder_config import DecoderConfig, is_decoder, is_pooled
 from .decoder_tensors import take_decoder
 from .executor import ComputeDtype, ExecutorFactory
+from .fields import Fields
 from .spec import DecoderSpec, EncoderSpec
 
 if TYPE_CHECKING:
@@ -76,14 +77,19 @@ def build_model(
     return PooledDecoder(own_config, _decoder(own_config.decoder, weights, backends), weights, dense_weights)
 
 
-def sentence_files(files: ModelFiles) -> dict[str, Any]:
-    """The arguments of `build_model` that sentence-transformers' files give; None for missing files.
+def sentence_files(files: ModelFiles, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `build_model` that sentence-transformers' files give; None for missing files. `config` is the
+    config.json, which may name tokens in place of a LogitScore module.
 
     Reads the weights of Dense modules, a few megabytes at most. Raises the errors of `ModelFiles.json`, and
     `ModelError` for a modules.json that is not supported.
     """
     found: dict[str, Any] = {key: files.json(name) for key, name in _SENTENCE_FILES.items()}
     if found["modules"] is None:
+        if config.get("classifier_from_token") is not None and is_pooled(config):
+            from .pooling_config import logit_score_of  # of few models
+
+            found["logit_score"] = logit_score_of(Fields(config), files.json("tokenizer.json"))
         return found
     from .pooling_config import dense_files  # of few models
 
@@ -122,7 +128,8 @@ def _decoder(config: DecoderConfig, weights: Weights, backends: Iterable[Executo
     )
     tower: VisionTower | SpeechTower | None = None
     if config.vision is not None:
-        from .vision import VisionFactory, build_vision  # of few models
+        from .vision import VisionFactory  # of few models
+        from .vision_tensors import build_vision
 
         factory = cast("VisionFactory", backend)
         tower = build_vision(

@@ -88,6 +88,8 @@ _WITH_HEAD = "LMHeadModel"  # the end of old names of architectures that generat
 VISION_FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "idefics3": ("idefics3", "Idefics3ForConditionalGeneration"),
     "smolvlm": ("idefics3", "SmolVLMForConditionalGeneration"),
+    "llava": ("llava", "LlavaForConditionalGeneration"),
+    "llava_next": ("llava", "LlavaNextForConditionalGeneration"),
     "llava_onevision": ("llava", "LlavaOnevisionForConditionalGeneration"),
     "gemma3": ("gemma", "Gemma3ForConditionalGeneration"),
     "gemma4": ("gemma4", "Gemma4ForConditionalGeneration"),
@@ -106,14 +108,18 @@ _WITH_TOWERS = VISION_FAMILY_MODULES | SPEECH_FAMILY_MODULES
 
 
 def decoder_architectures() -> dict[str, tuple[str, ...]]:
-    """The architectures of each family: that which generates, the classifier, and the layers alone."""
+    """The architectures of each family: that which generates, the classifier, and the layers alone; next to a tower,
+    that of the text model, too.
+    """
     found: dict[str, tuple[str, ...]] = {}
     for family, (_, architecture) in FAMILY_MODULES.items():
         name = architecture.removesuffix("ForCausalLM").removesuffix(_WITH_HEAD)
         base = f"{name}Text" if family.endswith("_text") else name
         pooled = (f"{base}ForSequenceClassification", f"{base}Model")
         found[family] = (architecture, *(pooled if name != architecture else ()))
-    return found | {family: (name,) for family, (_, name) in _WITH_TOWERS.items()}
+    for family, (_, architecture) in _WITH_TOWERS.items():
+        found[family] = (architecture, *found.get(f"{family}_text", ())[:1])
+    return found
 
 
 def is_decoder(config: Mapping[str, Any]) -> bool:
@@ -283,7 +289,8 @@ class DecoderConfig(Struct, frozen=True):
     norm: Norm = Norm.RMS
     names: LayerNames = LayerNames()
     model_names: ModelNames = ModelNames()
-    roots: tuple[str, ...] = ("", "model.")  # what may stand before all names; the first that fits counts
+    # What may stand before all names; the first that fits counts. Text models saved out of others have the second one.
+    roots: tuple[str, ...] = ("", "model.language_model.", "model.")
     vision: VisionConfig | None = None  # the tower whose rows take the places of image tokens
     speech: SpeechConfig | None = None  # the encoder whose rows are those of a sequence's first tokens
     local_rope: RopeConfig | None = None
@@ -291,9 +298,8 @@ class DecoderConfig(Struct, frozen=True):
     wide_rotary: bool = False  # turned in fp32, rounded once
     interleaved_rotary: bool = False  # number 2 i turns with 2 i + 1
     rotary_axes: tuple[int, ...] = ()  # as `DecoderSpec` has them
-    is_parallel: bool = (
-        False  # attention and MLP take the same input, normed by one norm unless `names` has two
-    )
+    # Attention and MLP take the same input, normed by one norm unless `names` has two.
+    is_parallel: bool = False
     inputs_first: bool = False  # float matrices of layers are stored (num_in, num_out)
     interleaved_qkv: bool = False  # each head's query, key and value lie one behind another in a row of `qkv`
     experts: Experts | None = None

@@ -20,7 +20,7 @@ T = TypeVar("T")
 # What each architecture means by an activation's name; `backends/torch/layers.py` computes them.
 ACTIVATIONS = (
     *("silu", "swish", "gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
-    *("relu", "relu2"),
+    *("relu", "relu2", "quick_gelu"),
 )
 
 

@@ -28,7 +28,7 @@ from .fields import Fields
 from .matrices import BlockMatrix, DenseMatrix, IntegerMatrix, Matrix, Projection
 from .parameters import Parameters
 from .pooling import normalize, pooled, through, through_dense
-from .pooling_config import ScoreTokens, SentenceConfig, score_tokens_of, sentence_of
+from .pooling_config import CLASSIFIER_TOKENS, ScoreTokens, SentenceConfig, score_tokens_of, sentence_of
 from .rope_config import MAX_POSITIONS
 from .spec import Pooling
 
@@ -72,7 +72,13 @@ class PooledDecoderConfig(Struct, frozen=True):
         """
         fields = Fields(data)
         decoder = DecoderConfig.from_json(data).admitting(max_context or 0)
-        score_tokens = score_tokens_of(modules, logit_score, decoder.vocab_size)
+        is_classifier = any(name.endswith(CLASSIFIER) for name in fields.texts("architectures") or ())
+        score_tokens = score_tokens_of(
+            modules,
+            logit_score,
+            decoder.vocab_size,
+            of_classifier=is_classifier and fields.states(CLASSIFIER_TOKENS),
+        )
         if score_tokens is None:  # the head is not needed, and the embeddings stand in for it
             decoder = replace(decoder, tie_word_embeddings=True)
         limits = Fields({} if sentence_bert is None else sentence_bert, file="sentence_bert_config.json")
@@ -87,7 +93,6 @@ class PooledDecoderConfig(Struct, frozen=True):
                     f"{layer.folder}/config.json: the activation {layer.activation} is not supported behind a decoder",
                     hint="Supported: Identity and Tanh.",
                 )
-        is_classifier = any(name.endswith(CLASSIFIER) for name in fields.texts("architectures") or ())
         labels = labels_of(fields) if is_classifier else ()
         return cls(
             decoder,
@@ -257,7 +262,8 @@ def _check_head(head: Projection) -> None:
     """Raise `ModelError` if `_rows_of_head` does not read the head."""
     if not head.is_settled or not isinstance(head.matrices()[0], DenseMatrix | IntegerMatrix | BlockMatrix):
         raise ModelError(
-            "modules.json has a LogitScore module, which does not read a head in this number format",
+            "the scores are logits of tokens (LogitScore, or classifier_from_token), which are not made of a head in "
+            "this number format",
             hint="Use a model whose lm_head is not quantised.",
         )
 

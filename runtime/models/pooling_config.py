@@ -39,6 +39,8 @@ _MODE_OF_FLAG = {
 }
 _MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 _SCORE = "LogitScore"
+CLASSIFIER_TOKENS = "classifier_from_token"  # vLLM's key of config.json
+_DIFFERENCE = "from_2_way_softmax"
 # What a Dense module's `activation_function` is called, which is the name of a class of torch's.
 _ACTIVATIONS = {"Identity": "", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
 _MAX_WIDTH = 1 << 16
@@ -69,13 +71,20 @@ class ScoreTokens(Struct, frozen=True):
     false: int | None  # its logit is subtracted; None: none is
 
 
-def score_tokens_of(modules: Any, logit_score: Any, vocab_size: int) -> ScoreTokens | None:
-    """None where modules.json has no LogitScore; `logit_score` is what the config.json in its folder holds. Raises
-    `ModelError` where that is missing or wrong, or other modules come with it.
+def score_tokens_of(
+    modules: Any, logit_score: Any, vocab_size: int, *, of_classifier: bool = False
+) -> ScoreTokens | None:
+    """None where modules.json has no LogitScore, unless `logit_score` is that `of_classifier`; else it is what the
+    config.json in the module's folder holds. Raises `ModelError` where that is missing or wrong, or other modules come
+    with it.
     """
     found = [] if modules is None else _modules(modules)
     if not any(kind == _SCORE for kind, _ in found):
-        return None
+        if not of_classifier:
+            return None
+        if logit_score is None:
+            raise ModelError(f"config.json has {CLASSIFIER_TOKENS}, but there is no tokenizer.json")
+        return _score_tokens(Fields(logit_score, where=f"{CLASSIFIER_TOKENS}: "), vocab_size)
     for (kind, fields), only in zip(found, ("Transformer", _SCORE, ""), strict=False):
         if kind != only:
             raise fields.wrong(
@@ -85,12 +94,53 @@ def score_tokens_of(modules: Any, logit_score: Any, vocab_size: int) -> ScoreTok
     file = f"{SCORE_FOLDER}/config.json"
     if logit_score is None:
         raise ModelError(f"modules.json has a LogitScore module in {SCORE_FOLDER}, but there is no {file}")
-    own = Fields(logit_score, file=file)
+    return _score_tokens(Fields(logit_score, file=file), vocab_size)
+
+
+def _score_tokens(own: Fields, vocab_size: int) -> ScoreTokens:
     own.choice("module_input_name", ("causal_logits",), default="causal_logits")
     return ScoreTokens(
         own.integer("true_token_id", low=0, high=vocab_size - 1),
         own.optional_integer("false_token_id", low=0, high=vocab_size - 1),
     )
+
+
+def logit_score_of(config: Fields, tokenizer: Any) -> dict[str, int] | None:
+    """The config.json of a LogitScore that scores as vLLM does by a decoder's head: by the logit of the last one of the
+    file's tokens, less that of the one before it. `tokenizer` is the content of tokenizer.json; None without it. Raises
+    `ModelError` for other classifiers, and for tokens that it does not have.
+    """
+    tokens = config.texts(CLASSIFIER_TOKENS) or []
+    is_qwen3 = config.boolean("is_original_qwen3_reranker", default=False)
+    methods = ("no_post_processing", _DIFFERENCE)
+    method = _DIFFERENCE if is_qwen3 else config.choice("method", methods, default=methods[0])
+    if len(tokens) != 1 + (method == _DIFFERENCE):
+        raise config.wrong(
+            CLASSIFIER_TOKENS,
+            f'but must be one token, or two with a method of "{_DIFFERENCE}" (or is_original_qwen3_reranker)',
+        )
+    if tokenizer is None:
+        return None
+    ids = [_token_id(tokenizer, token) for token in tokens]
+    for token, number in zip(tokens, ids, strict=True):
+        if number is None:
+            raise config.wrong(CLASSIFIER_TOKENS, f"but tokenizer.json has no token {token!r}")
+    return dict(zip(("true_token_id", "false_token_id"), reversed(ids), strict=False))  # type: ignore[arg-type]
+
+
+def _token_id(tokenizer: Any, token: str) -> int | None:
+    """The number of a token that is written so in a tokenizer.json. Raises `ModelError` where that has other fields."""
+    try:
+        added = {each["content"]: int(each["id"]) for each in tokenizer.get("added_tokens") or ()}
+        vocabulary = tokenizer["model"]["vocab"]
+        if isinstance(vocabulary, list):  # of unigrams, with their weights
+            vocabulary = {text: number for number, (text, _) in enumerate(vocabulary)}
+        found = added.get(token, vocabulary.get(token))
+        return None if found is None else int(found)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ModelError(
+            f"tokenizer.json has no vocabulary in which {CLASSIFIER_TOKENS} finds tokens"
+        ) from None
 
 
 def sentence_of(modules: Any, pooling: Any, dense: Mapping[str, Any], hidden_size: int) -> SentenceConfig:

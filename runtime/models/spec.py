@@ -44,6 +44,7 @@ class Activation(enum.StrEnum):
     SILU = "silu"  # x / (1 + exp(-x))
     GELU = "gelu"  # x · Φ(x), by the error function
     GELU_TANH = "gelu_tanh"  # its approximation by a tanh
+    GELU_QUICK = "gelu_quick"  # x / (1 + exp(-1.702 x))
     RELU = "relu"
     RELU2 = "relu2"  # its square
     TANH = "tanh"
@@ -57,6 +58,7 @@ _ACTIVATIONS = {
     "gelu_new": Activation.GELU_TANH,
     "gelu_fast": Activation.GELU_TANH,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "quick_gelu": Activation.GELU_QUICK,
     "relu": Activation.RELU,
     "relu2": Activation.RELU2,
     "tanh": Activation.TANH,

@@ -54,6 +54,9 @@ class SpeechExecutor(Protocol):
     def finish(self, x: Rows) -> Rows:
         """The final norm."""
 
+    def working_bytes(self, num_rows: int) -> int:
+        """The memory that `layers` still takes for `num_rows` besides x."""
+
 
 class SpeechFactory(Protocol):
     """A backend that takes sound, which `DecoderSpec.source_len` says."""
@@ -71,6 +74,12 @@ class SpeechTower:
         self.dtype = dtype  # of activations
         self._weights = weights
         self._executor = executor
+
+    def working_bytes(self, height: int = 0, width: int = 0) -> int:
+        """Memory that encoding a window takes, all of which are of one size."""
+        states = 8 * self.config.hidden_size + 2 * TAPS * max(self.config.hidden_size, self.config.num_bands)
+        num_rows = self.config.num_places
+        return 4 * num_rows * states + self._executor.working_bytes(num_rows)
 
     def encode(
         self,

@@ -16,17 +16,12 @@ from msgspec import Struct
 from ..images.processor import TileLayout
 from ..step.batch import Int64s
 from ..tensors import DType, Tensor, from_float32, to_float32
-from ..weights import Weights
-from .converted import ones, transposed
-from .encoder import take_layer_norm
-from .encoder_weights import EncoderLayerWeights, EncoderWeights
+from .encoder_weights import EncoderWeights
 from .fields import Norm
 from .matrices import DenseMatrix, LayerNormWeights, Projection
-from .parameters import Parameters
-from .projections import take_linear, take_stacked
 from .rotary import Floats, Rotary
 from .spec import Activation, EncoderSpec, Pooling, activation_of
-from .vision_config import VisionConfig
+from .vision_config import MAX_TILE_PIXELS, VisionConfig
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -36,8 +31,9 @@ if TYPE_CHECKING:
     Levels = npt.NDArray[np.float32]  # (3, 256): a channel's number for each value of a pixel
     Tiles = npt.NDArray[np.uint8]  # (N, 3, height, width), as `VisionConfig.grid_of` takes them
 
-ENTRY_NORM_EPS = 1e-5
-_BOUNDS = ("input_min", "input_max", "output_min", "output_max")  # of a layer's matrix, by its name
+_BAND_PIXELS = 1 << 16  # which become numbers at once, or those of one row of patches
+BAND_ROWS = 512  # of what positions are mixed of, at most
+_WIDE_BYTES = 40  # of each number that becomes one of the dtype at once
 Rows = Any  # (T, hidden_size) in the dtype of activations
 
 
@@ -59,8 +55,10 @@ class VisionWeights(Struct, frozen=True, eq=False):
     connector: Projection  # from the states of a token's patches, side by side
     # (hidden,): then from their mean, normalised as `Norm.RMS_PLUS_ONE` does.
     connector_norm: Tensor | None = None
-    # Of patches, of their products, and of the sums of these and their positions, by `ENTRY_NORM_EPS`; or none.
-    entry_norms: tuple[LayerNormWeights, ...] = ()
+    class_row: Tensor | None = None  # (hidden,), which comes before the patches' products
+    # Of patches, of their products, and of the sums of these and their positions; or none.
+    entry_norms: tuple[LayerNormWeights | None, ...] = ()
+    entry_norm_eps: float = 0.0
     mean_scale: float = 1.0  # of the mean before that, in fp32,
     # (hidden,) each: and then (mean - the first) * the second
     mean_standard: tuple[Tensor, Tensor] | None = None
@@ -72,10 +70,13 @@ class VisionWeights(Struct, frozen=True, eq=False):
 class VisionExecutor(Protocol):
     """Computes a tower's tile. One thread at a time; long calls release the GIL."""
 
+    def working_bytes(self, num_rows: int) -> int:
+        """The memory that `layers` still takes for `num_rows` besides x."""
+
     def embed(self, patches: Rows, places: Int64s, shares: Floats | None) -> Rows:
-        """patches (P, 3 * num_frames * patch_size ** 2) times the patches' matrix, plus the positions of `places` (P,)
-        where there is a table of them, or with `shares` (P, N) the sum of those of `places` (P, N), times these. Each
-        of the three is normalised where there are `entry_norms`.
+        """patches (P, 3 * num_frames * patch_size ** 2) times the patches' matrix, behind the `class_row` if there
+        is one, plus the positions of `places` (P,) where there is a table of them, or with `shares` (P, N) the sum of
+        those of `places` (P, N), times these. Each of the three is normalised where there are `entry_norms`.
         """
 
     def layers(self, first: int, end: int, x: Rows, starts: Int64s, turns: Floats | None) -> Rows:
@@ -104,7 +105,8 @@ class _Grid(NamedTuple):
     """The order in which a tile's patches are computed: window by window."""
 
     places: Int64s  # (P,): the patches' numbers, which count row by row of the tile
-    windows: Int64s  # (N + 1,): window i has the patches [windows[i], windows[i + 1])
+    # Below, P rows have that of a class first, where the tower has one.
+    windows: Int64s  # (N + 1,): window i has the rows [windows[i], windows[i + 1])
     order: Int64s  # (tokens, square ** 2): those of each token, row by row
     turns: Floats | None  # (P, head_dim)
     taps: Int64s  # (P,) or (P, N): the rows of the table of positions
@@ -122,6 +124,22 @@ class VisionTower:
         self._weights = weights
         self._executor = executor
 
+    def working_bytes(self, height: int = 0, width: int = 0) -> int:
+        """The memory that encoding a tile of these pixels takes, the tile left out, by default the largest one that the
+        tower takes: no less than it does. What earlier tiles have left to the executor is not counted again.
+        """
+        config, item = self.config, self.dtype.size_bytes
+        num_patches = height // config.patch_size * (width // config.patch_size) or config.most_patches
+        num_rows = num_patches + (config.names.class_row is not None)
+        # Of a row: its patch twice; the states of it and of deep layers, what they are made of, and what becomes of
+        # them; what it turns by, and where it is.
+        patch = 2 * 3 * config.num_frames * config.patch_size**2
+        states = (6 + len(config.deep_layers)) * config.hidden_size + 2 * config.connector_width
+        places = 16 * config.hidden_size // config.num_heads + 256
+        band = max(_BAND_PIXELS, (width or MAX_TILE_PIXELS) * config.patch_size)
+        wide = _WIDE_BYTES * max(3 * band, BAND_ROWS * config.hidden_size)
+        return num_rows * ((patch + states) * item + places) + wide + self._executor.working_bytes(num_rows)
+
     def encode(
         self, tiles: Tiles, levels: Levels, is_over: Callable[[], bool] = lambda: False
     ) -> Iterator[Rows]:
@@ -132,7 +150,7 @@ class VisionTower:
         """
         weights, executor, config = self._weights.encoder, self._executor, self.config
         grid = _grid(config, tiles.shape[2] // config.patch_size, tiles.shape[3] // config.patch_size)
-        whole = np.array([0, len(grid.places)], np.int64)
+        whole = grid.windows[[0, -1]]
         for tile in tiles:
             weights.entry_gate(np.arange(config.hidden_size))
             x = executor.embed(self._patches(tile, levels)[grid.places], grid.taps, grid.shares)
@@ -168,18 +186,22 @@ class VisionTower:
 
     def _patches(self, tile: npt.NDArray[np.uint8], levels: Levels) -> Rows:
         """(P, 3 * num_frames * patch_size ** 2), row by row of patches: what of the tile is left over on the right and
-        at the bottom is no whole patch.
+        at the bottom is no whole patch. A few rows at a time are wider than `dtype`.
         """
         size, num_frames = self.config.patch_size, self.config.num_frames
         rows, columns = (side // size for side in tile.shape[1:])
         if self.config.centres_pixels:
             levels = 2 * (levels - np.float32(0.5))
-        pixels = np.stack([own[channel] for own, channel in zip(levels, tile, strict=True)])
-        whole = pixels[:, : rows * size, : columns * size].reshape(3, rows, size, columns, size)
-        if self.config.channels_last:
-            return from_float32(whole.transpose(1, 3, 2, 4, 0).reshape(rows * columns, -1), self.dtype)
-        patches = np.repeat(whole.transpose(1, 3, 0, 2, 4)[:, :, :, None], num_frames, axis=3)
-        return from_float32(patches.reshape(rows * columns, -1), self.dtype)
+        order = (1, 3, 2, 4, 0) if self.config.channels_last else (1, 3, 0, 2, 4)
+        patches = np.empty((rows, columns, 3, num_frames, size**2), self.dtype.numpy)
+        step = max(1, _BAND_PIXELS // (columns * size**2))
+        for first in range(0, rows, step):
+            band = tile[:, first * size : min(first + step, rows) * size, : columns * size]
+            pixels = np.stack([own[channel] for own, channel in zip(levels, band, strict=True)])
+            split = pixels.reshape(3, -1, size, columns, size).transpose(order)
+            own = from_float32(split.reshape(-1, 3 * size**2), self.dtype)
+            patches[first : first + step] = own.reshape(-1, columns, 3, 1, size**2)
+        return patches.reshape(rows * columns, -1)
 
 
 def _scaled(tiles: Sequence[Rows], layout: TileLayout, dtype: DType) -> Iterator[Rows]:
@@ -232,6 +254,10 @@ def _grid(config: VisionConfig, num_rows: int, num_columns: int) -> _Grid:
         ends = np.cumsum(np.unique(window, return_counts=True)[1]) * config.square**2
         windows = np.concatenate((windows[:1], ends.astype(np.int64)))
         own[tokens] = np.arange(num_patches).reshape(own.shape)
+    if config.names.class_row is not None:
+        rows = np.arange(num_patches + 1, dtype=np.int64)
+        order = rows[:, None] if config.gives_class else own + 1
+        return _Grid(places, np.array([0, len(rows)], np.int64), order, None, rows, None)
     rotary = Rotary.whole(config.rope_theta, config.hidden_size // config.num_heads // 2)
     row, column = np.divmod(places, num_columns)
     if rotary is None and config.axis_positions:
@@ -277,16 +303,6 @@ def squares(num_rows: int, num_columns: int, size: int) -> Int64s:
     shape = (num_rows // size, size, num_columns // size, size)
     numbers = np.arange(num_rows * num_columns).reshape(shape)
     return numbers.transpose(0, 2, 1, 3).reshape(-1, size**2).astype(np.int64)
-
-
-def build_vision(
-    config: VisionConfig, weights: Weights, factory: VisionFactory, *, dtype: DType, hidden_size: int
-) -> VisionTower:
-    """The tower whose rows a decoder of this dtype and `hidden_size` takes. Every tensor is looked up and checked; no
-    content is read. Raises `ModelError`.
-    """
-    taken = take_vision(config, weights, hidden_size)
-    return VisionTower(config, dtype, taken, factory.vision(spec_of(config, dtype), taken))
 
 
 def spec_of(config: VisionConfig, dtype: DType) -> EncoderSpec:
@@ -367,134 +383,3 @@ def tower_spec(
         head_norm=False,
         **more,
     )
-
-
-def take_vision(config: VisionConfig, weights: Weights, hidden_size: int) -> VisionWeights:
-    """All of the tower's weights, and the connector to rows of `hidden_size`. Raises `ModelError` when a tensor is
-    missing or does not fit `config`.
-    """
-    width, size, names = config.hidden_size, config.patch_size, config.names
-    matrix_name = f"{names.patches}.weight"
-    root = next((each for each in config.roots if f"{each}{matrix_name}" in weights), config.roots[0])
-    entry = Parameters(weights, root)
-    frames = () if config.num_frames == 1 else (config.num_frames,)
-    shape = (3 * size**2,) if config.channels_last else (3, *frames, size, size)
-    patches = entry.take(matrix_name, width, *shape)
-    bias = entry.take(f"{names.patches}.bias", width) if config.norm is Norm.LAYER else None
-    matrix = DenseMatrix(Tensor(patches.dtype, patches.array.reshape(width, -1)), bias)
-    positions = None
-    if names.positions is not None:
-        axes = (2, config.axis_positions) if config.axis_positions else (config.num_positions,)
-        axes = axes[::-1] if config.axes_alternate else axes
-        table = entry.take(names.positions, *axes, width)
-        positions = Tensor(table.dtype, table.array.reshape(-1, width))
-    entry_norms = tuple(
-        take_layer_norm(entry, name, length)
-        for name, length in zip(names.entry_norms, (3 * size**2, width, width), strict=False)
-    )
-    entry_gate = entry.row_gate(matrix_name)
-    layers = tuple(
-        _take_layer(config, Parameters(weights, f"{root}{names.layer.format(index)}"))
-        for index in range(config.num_layers)
-    )
-    last = Parameters(weights, "")
-    final_norm = None if names.final_norm is None else _take_norm(config, last, f"{root}{names.final_norm}")
-    norm, connector, output = _take_connector(config, last, hidden_size)
-    standard = None
-    if config.standardizes:
-        standard = (last.take(f"{root}std_bias", width), last.take(f"{root}std_scale", width))
-    mark = None
-    if config.marks:
-        mark = last.take(next((each for each in config.marks if each in last), config.marks[0]), hidden_size)
-    deep = tuple(
-        _take_deep(config, last, f"{root}{names.deep.format(number)}", hidden_size)
-        for number in range(len(config.deep_layers))
-    )
-    encoder = EncoderWeights(
-        words=matrix.weight,
-        positions=positions,
-        types=None,
-        norm=None,
-        layers=layers,
-        entry_gate=entry_gate,
-        final_norm=final_norm,
-        head_gate=last.gate(),
-    )
-    return VisionWeights(
-        encoder,
-        matrix,
-        connector,
-        connector_norm=norm,
-        entry_norms=entry_norms,
-        mean_scale=config.mean_scale or 1.0,
-        mean_standard=standard,
-        connector_output=output,
-        mark=mark,
-        deep=deep,
-    )
-
-
-def _take_connector(
-    config: VisionConfig, parameters: Parameters, hidden_size: int
-) -> tuple[Tensor | None, Projection, Projection | None]:
-    """The norm of a token's mean, where there is one, the matrix, and what follows it."""
-    width, names, joined = config.hidden_size, config.connectors, config.hidden_size * config.square**2
-    if config.names.connector:
-        inner, output = config.names.connector
-        prefix = next((each for each in names if f"{each}{inner}.weight" in parameters), names[0])
-        between, bias = config.connector_width or joined, config.connector_bias
-        first = take_linear(parameters, f"{prefix}{inner}", joined, between, bias=bias)
-        return None, first, take_linear(parameters, f"{prefix}{output}", between, hidden_size, bias=bias)
-    if not config.averages:
-        return None, take_linear(parameters, names[0], joined, hidden_size, bias=False), None
-    if config.mean_scale is not None:
-        name = next((each for each in names if f"{each}.weight" in parameters), names[0])
-        unit = Tensor(DType.F32, np.zeros(width, np.float32))  # 1 + which are its weights
-        return unit, take_linear(parameters, name, width, hidden_size, bias=False), None
-    norm = "mm_soft_emb_norm.weight"
-    prefix = next((each for each in names if f"{each}{norm}" in parameters), names[0])
-    weight = parameters.take(f"{prefix}mm_input_projection_weight", width, hidden_size)
-    taken = parameters.take_norm(f"{prefix}{norm}", width)
-    return taken, transposed([weight], [None], parameters.gate()), None
-
-
-def _take_deep(config: VisionConfig, parameters: Parameters, prefix: str, hidden_size: int) -> DeepConnector:
-    joined, (inner, output) = config.hidden_size * config.square**2, config.names.connector
-    return DeepConnector(
-        norm=take_layer_norm(parameters, f"{prefix}norm", joined),
-        inner=take_linear(parameters, f"{prefix}{inner}", joined, joined, bias=True),
-        output=take_linear(parameters, f"{prefix}{output}", joined, hidden_size, bias=True),
-    )
-
-
-def _take_layer(config: VisionConfig, parameters: Parameters) -> EncoderLayerWeights:
-    width, inner, names, bias = config.hidden_size, config.intermediate_size, config.names, config.has_biases
-    qkv = [(name + names.matrix, 3 * width // len(names.qkv)) for name in names.qkv]
-    up = [(name + names.matrix, inner) for name in names.up]
-    norms: dict[str, Any] = {}
-    if names.output_norms is not None:
-        for key, name in zip(("attention_output_norm", "mlp_output_norm"), names.output_norms, strict=True):
-            norms[key] = parameters.take_norm(f"{name}.weight", width)
-    if names.head_norms is not None:
-        head_dim = width // config.num_heads
-        for key, name in zip(("query_norm", "key_norm"), names.head_norms, strict=True):
-            norms[key] = parameters.take_norm(f"{name}.weight", head_dim)
-        norms["value_norm"] = ones(head_dim)
-    bounded = (*names.qkv, names.output, *names.up, names.down) if config.is_bounded else ()
-    return EncoderLayerWeights(
-        qkv=take_stacked(parameters, qkv, width, bias=bias),
-        output=take_linear(parameters, names.output + names.matrix, width, width, bias=bias),
-        attention_norm=_take_norm(config, parameters, names.attention_norm),
-        up=take_stacked(parameters, up, width, bias=bias),
-        down=take_linear(parameters, names.down + names.matrix, inner, width, bias=bias),
-        mlp_norm=_take_norm(config, parameters, names.mlp_norm),
-        bounds=tuple(parameters.take(f"{name}.{kind}") for name in bounded for kind in _BOUNDS),
-        gate=parameters.gate(),
-        **norms,
-    )
-
-
-def _take_norm(config: VisionConfig, parameters: Parameters, name: str) -> LayerNormWeights:
-    if config.norm is Norm.LAYER:
-        return take_layer_norm(parameters, name, config.hidden_size)
-    return LayerNormWeights(parameters.take_norm(f"{name}.weight", config.hidden_size), None)

@@ -1,12 +1,13 @@
 """A vision tower and its connector as validated values of config.json.
 
 The tower is an encoder of square patches. SigLIP's (arXiv 2303.15343) takes square tiles, whose patches all see one
-another. Qwen2.5-VL's (arXiv 2502.13923, section 2.1) takes images of any size: patches turn by their rows and columns,
-and see those of their window in most layers. Qwen3-VL's has a table of positions, too, and no windows; the states of
-some of its layers also become rows. Qwen3.5's is the same without these. Gemma 4's tower has no windows either; a
-table of columns and one of rows are its positions, by which halves of heads turn, too. Its unified models have these
-tables, and no layers: a tower of none. The connector makes one row of the decoder's embeddings of each square of
-patches: side by side (pixel shuffle, arXiv 2408.12637, section 3), or of their mean. Nothing here imports numpy.
+another; CLIP's (arXiv 2103.00020) a row of its own with them. Qwen2.5-VL's (arXiv 2502.13923, section 2.1) takes images
+of any size: patches turn by their rows and columns, and see those of their window in most layers. Qwen3-VL's has a
+table of positions, too, and no windows; the states of some of its layers also become rows. Qwen3.5's is the same
+without these. Gemma 4's tower has no windows either; a table of columns and one of rows are its positions, by which
+halves of heads turn, too. Its unified models have these tables, and no layers: a tower of none. The connector makes one
+row of the decoder's embeddings of each square of patches: side by side (pixel shuffle, arXiv 2408.12637, section 3), or
+of their mean. Nothing here imports numpy.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _DEFAULTS: dict[str, object] = {
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6,
 }
-_SIGLIP_DEFAULTS: dict[str, object] = {"hidden_size": 768, "num_attention_heads": 12, "patch_size": 16}
+SIGLIP_DEFAULTS: dict[str, object] = {"hidden_size": 768, "num_attention_heads": 12, "patch_size": 16}
 _QWEN_DEFAULTS: dict[str, object] = {
     "hidden_size": 3_584,
     "intermediate_size": 3_420,
@@ -62,8 +63,9 @@ class TowerNames(Struct, frozen=True):
     """A tower's tensors in a checkpoint, behind its root; those of a layer behind `layer`."""
 
     patches: str = "embeddings.patch_embedding"
+    class_row: str | None = None  # before the patches; these have no biases then
     positions: str | None = "embeddings.position_embedding.weight"  # None: there is no table of positions
-    # Of patches, of their products, and of the sums of these and their positions; or none.
+    # Of patches, of their products, and of the sums of these and their positions, each may be ""; or none.
     entry_norms: tuple[str, ...] = ()
     layer: str = "encoder.layers.{}."
     matrix: str = ""  # behind the names of a layer's matrices, before ".weight"
@@ -129,17 +131,6 @@ _GEMMA4_NAMES = TowerNames(
 )
 
 
-_ONEVISION_DEFAULTS: dict[str, object] = {
-    "hidden_size": 1_152,
-    "intermediate_size": 4_304,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 16,
-    "image_size": 384,
-    "patch_size": 14,
-}
-_LLAVA_NAMES = TowerNames(final_norm=None, connector=("linear_1", "linear_2"))
-
-
 _UNIFIED_NAMES = TowerNames(
     patches="patch_dense",
     positions="pos_embedding",
@@ -181,6 +172,8 @@ class VisionConfig(Struct, frozen=True):
     is_whole: bool = False  # the tokens of an image see one another in the decoder, and are computed at once
     is_whole_in_windows: bool = False  # but in layers without a window they see those before them only
     most_tokens: int = MAX_PATCHES  # of an image
+    entry_norm_eps: float = 1e-5
+    gives_class: bool = False  # the row before the patches becomes a token, too
     norm: Norm = Norm.LAYER  # others have no biases, and patches have none then
     has_biases: bool = True  # of layers' products
     is_bounded: bool = False  # inputs and outputs of layers' products are clipped to bounds that the file has
@@ -213,11 +206,20 @@ class VisionConfig(Struct, frozen=True):
         return self.patches_per_side**2
 
     @property
+    def most_patches(self) -> int:
+        """Of a tile."""
+        if self.tile_size:
+            return self.patches_per_tile
+        most = (2 * MAX_TILE_PIXELS // self.patch_size) ** 2  # of an image that a processor makes
+        return min(most, self.most_tokens * self.square**2, MAX_PATCHES)
+
+    @property
     def num_positions(self) -> int:
         """Of the table of positions."""
         if self.names.positions is None:
             return 0
-        return 2 * self.axis_positions or self.positions_side**2 or self.patches_per_tile
+        has_class = self.names.class_row is not None
+        return 2 * self.axis_positions or self.positions_side**2 or self.patches_per_tile + has_class
 
     def grid_of(self, height: int, width: int) -> tuple[int, int] | None:
         """Rows and columns of the tokens of a tile of these pixels; None: the tower does not take it."""
@@ -242,7 +244,8 @@ class VisionConfig(Struct, frozen=True):
         if layout is not None:
             is_laid_out = bool(self.marks) and rows > 0 and layout.fits(len(tiles), rows)
             return is_laid_out and len(places) == layout.num_tokens(rows * columns)
-        if self.marks or not len(places) == len(tiles) * rows * columns > 0:
+        num_tokens = rows * columns + self.gives_class if rows else 0
+        if self.marks or not len(places) == len(tiles) * num_tokens > 0:
             return False
         is_run = int(places[-1] - places[0]) == len(places) - 1
         return not self.has_grid or (len(tiles) == 1 and is_run)
@@ -255,7 +258,7 @@ class VisionConfig(Struct, frozen=True):
     def of_idefics3(cls, config: Fields, vocab_size: int) -> VisionConfig:
         """Missing keys of `vision_config` have transformers' defaults. Raises `ModelError`."""
         defaults = {"hidden_size": 1_152, "num_attention_heads": 16, "patch_size": 32}
-        made = _read_tower(_vision_fields(config, defaults))
+        made = read_tower(vision_fields(config, defaults))
         square = config.integer("scale_factor", low=1, high=64, default=2)
         if made.patches_per_side % square:
             raise config.wrong(
@@ -270,38 +273,9 @@ class VisionConfig(Struct, frozen=True):
         )
 
     @classmethod
-    def of_llava_onevision(cls, config: Fields, vocab_size: int, hidden_size: int) -> VisionConfig:
-        """Likewise, for a decoder with rows of `hidden_size`."""
-        own = _vision_fields(config, _SIGLIP_DEFAULTS if "vision_config" in config else _ONEVISION_DEFAULTS)
-        own.choice("model_type", ("siglip_vision_model",), default="siglip_vision_model")
-        made = _read_tower(own)
-        config.choice("vision_feature_select_strategy", ("full",), default="full")
-        ratio = config.get("vision_aspect_ratio")
-        if ratio is not None and (not isinstance(ratio, str) or not ratio.startswith("anyres_max_")):
-            raise config.wrong("vision_aspect_ratio", "but must be anyres_max_ and a number")
-        # Of states, before the final norm: number 0 is what the first layer takes, which transformers does not give.
-        layer = config.integer("vision_feature_layer", low=-made.num_layers, high=made.num_layers, default=-1)
-        if not layer:
-            raise config.wrong("vision_feature_layer", "but must be a layer")
-        return replace(
-            made,
-            num_layers=layer if layer > 0 else layer + made.num_layers + 1,
-            image_token=config.integer("image_token_index", low=0, high=vocab_size - 1, default=151_646),
-            roots=tuple(
-                f"{root}vision_tower.{own}" for root in ("model.", "") for own in ("vision_model.", "")
-            ),
-            connectors=("model.multi_modal_projector.", "multi_modal_projector."),
-            marks=("model.image_newline", "image_newline"),
-            names=_LLAVA_NAMES,
-            connector_width=hidden_size,
-            connector_bias=config.boolean("multimodal_projector_bias", default=True),
-            connector_activation=config.choice("projector_hidden_act", ACTIVATIONS, default="gelu"),
-        )
-
-    @classmethod
     def of_gemma3(cls, config: Fields, vocab_size: int) -> VisionConfig:
         """Likewise."""
-        made = _read_tower(_vision_fields(config, _SIGLIP_DEFAULTS))
+        made = read_tower(vision_fields(config, SIGLIP_DEFAULTS))
         num_tokens = config.integer("mm_tokens_per_image", low=1, high=MAX_PATCHES, default=256)
         per_side = math.isqrt(num_tokens)
         if per_side**2 != num_tokens or made.patches_per_side % per_side:
@@ -325,8 +299,8 @@ class VisionConfig(Struct, frozen=True):
     @classmethod
     def of_gemma4(cls, config: Fields, vocab_size: int, *, is_whole: bool) -> VisionConfig:
         """Likewise; `is_whole` is the decoder's."""
-        own = _vision_fields(config, _GEMMA4_DEFAULTS)
-        made = replace(_read_tower(own, activation_key="hidden_activation"), tile_size=0)
+        own = vision_fields(config, _GEMMA4_DEFAULTS)
+        made = replace(read_tower(own, activation_key="hidden_activation"), tile_size=0)
         own.integer("num_key_value_heads", low=made.num_heads, high=made.num_heads, default=made.num_heads)
         head_dim = made.hidden_size // made.num_heads
         own.integer("head_dim", low=head_dim, high=head_dim, default=64)
@@ -401,7 +375,7 @@ class VisionConfig(Struct, frozen=True):
     @classmethod
     def of_qwen2_5_vl(cls, config: Fields, vocab_size: int, hidden_size: int) -> VisionConfig:
         """Likewise, for a decoder with rows of `hidden_size`."""
-        own = _vision_fields(config, _QWEN_DEFAULTS)
+        own = vision_fields(config, _QWEN_DEFAULTS)
         made = replace(_read_qwen(config, own, vocab_size, hidden_size), names=_QWEN_NAMES, norm=Norm.RMS)
         side = made.patch_size * made.square
         window = own.integer("window_size", low=side, high=MAX_TILE_PIXELS, default=112) // side
@@ -423,7 +397,7 @@ class VisionConfig(Struct, frozen=True):
         deep_layers: tuple[int, ...] = (8, 16, 24),
     ) -> VisionConfig:
         """Likewise; `deep_layers` are those of files that do not name any."""
-        own = _vision_fields(config, {**_QWEN3_DEFAULTS, "deepstack_visual_indexes": deep_layers})
+        own = vision_fields(config, {**_QWEN3_DEFAULTS, "deepstack_visual_indexes": deep_layers})
         made = _read_qwen(config, own, vocab_size, hidden_size)
         num = own.integer("num_position_embeddings", low=1, high=MAX_PATCHES, default=2_304)
         if math.isqrt(num) ** 2 != num:
@@ -439,7 +413,7 @@ class VisionConfig(Struct, frozen=True):
 def _read_qwen(config: Fields, own: Fields, vocab_size: int, hidden_size: int) -> VisionConfig:
     """The fields that towers of Qwen's models have in common, which are those of `own`."""
     own.integer("out_hidden_size", low=hidden_size, high=hidden_size, default=3_584)
-    made = replace(_read_tower(own), tile_size=0, norm_eps=1e-6)
+    made = replace(read_tower(own), tile_size=0, norm_eps=1e-6)
     if made.hidden_size // made.num_heads % 4:
         raise own.wrong("hidden_size", f"but must be a multiple of 4 for each of {made.num_heads} heads")
     rope = Fields(own.get("rope_parameters") or {}, where="vision_config.rope_parameters.")
@@ -463,7 +437,7 @@ def _layers(own: Fields, key: str) -> tuple[int, ...]:
     return tuple(layers)
 
 
-def _vision_fields(config: Fields, defaults: Mapping[str, object]) -> Fields:
+def vision_fields(config: Fields, defaults: Mapping[str, object]) -> Fields:
     """Of `vision_config`, with these defaults of keys that are absent or null."""
     given = Fields(config.get("vision_config") or {}, where="vision_config.")
     return given.renamed({"depth": "num_hidden_layers", "num_heads": "num_attention_heads"}).filled(
@@ -471,7 +445,7 @@ def _vision_fields(config: Fields, defaults: Mapping[str, object]) -> Fields:
     )
 
 
-def _read_tower(own: Fields, *, activation_key: str = "hidden_act") -> VisionConfig:
+def read_tower(own: Fields, *, activation_key: str = "hidden_act") -> VisionConfig:
     """A tower by the fields of `vision_config`, and what the family has still to fill in."""
     for key in ("num_channels", "in_channels", "in_chans"):
         own.integer(key, low=3, high=3, default=3)

@@ -164,14 +164,9 @@ class _Comparison:
 
 def _build(files: ModelFiles, weights: TieredWeights) -> Built:
     """The model over weights whose content may not have arrived. Raises `UsageError` for one that transcribes sound."""
-    return _reading_text(
-        build_model(
-            files.json("config.json", required=True),
-            weights.tensors(),
-            BackendChoice().model_backends(),
-            **sentence_files(files),
-        )
-    )
+    config = files.json("config.json", required=True)
+    given = sentence_files(files, config)
+    return _reading_text(build_model(config, weights.tensors(), BackendChoice().model_backends(), **given))
 
 
 def _reading_text(model: Built) -> Built:

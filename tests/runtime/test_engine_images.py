@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.support.toy_decoder import ToyTokenizer
 from tests.support.vision_models import (
     DYNAMIC,
     IMAGE_TOKEN,
+    PLAIN_LEVELS,
     image_at,
     oracle_inputs,
     prompt_with,
@@ -25,11 +27,15 @@ from tests.support.vision_models import (
     tiny_vision_model,
 )
 
+from teneral.loader.memory import limits
+from teneral.loader.memory.limits import Available
+from teneral.runtime.backends.choose import pool_bytes
 from teneral.runtime.engine import image_encoder, step_loop
 from teneral.runtime.engine import options as engine_options
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.errors import ModelError, RequestError
 from teneral.runtime.images.processor import TileLayout
+from teneral.runtime.kv.storage import default_kv_bytes
 from teneral.runtime.step.backend import host_backend
 from teneral.runtime.step.images import PromptImage
 from teneral.runtime.step.requests import FinishReason, GenerationRequest, SamplingParams
@@ -48,7 +54,7 @@ LAID_OUT = tuple(prompt_with([1, 2, 3], 5, [9, 10], 5, [8, 7, 6]))
 
 # Tokens of images see those before them, or one another, or turn by their rows and columns, or change a state.
 all_kinds = pytest.mark.parametrize(
-    "model", ["idefics3", "llava_onevision", "gemma3", *DYNAMIC], indirect=True
+    "model", ["idefics3", "llava", "llava_onevision", "gemma3", *DYNAMIC], indirect=True
 )
 
 
@@ -56,7 +62,7 @@ all_kinds = pytest.mark.parametrize(
 def model(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
     """(transformers' model, our decoder over the same weights)"""
     family, threads = getattr(request, "param", "idefics3"), torch.get_num_threads()
-    vision = {"patch_size": 16} if family == "llava_onevision" else None  # four tokens a tile, too
+    vision = {"patch_size": 16} if family.startswith("llava") else None  # four tokens a tile, too
     oracle = tiny_vision_model(family, vision=vision)
     torch.set_num_threads(
         1
@@ -211,7 +217,7 @@ class SlowTower:
         self.failure: Exception | None = None
         self._tower = tower
 
-        self.join = tower.join
+        self.join, self.working_bytes = tower.join, tower.working_bytes
 
     def encode(self, tiles: Any, levels: Any, is_over: Any) -> Any:
         for part in self._tower.encode(tiles, levels, is_over):
@@ -228,6 +234,64 @@ def slow(model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, 
     tower = SlowTower(decoder.vision)
     monkeypatch.setattr(decoder, "vision", tower)
     return decoder, tower
+
+
+@pytest.mark.parametrize(
+    ("family", "height", "width"),
+    [
+        *(("idefics3", 32, 32), ("llava", 32, 32), ("gemma3", 32, 32), ("gemma4", 224, 304)),
+        *(("gemma4_unified", 32, 32), ("qwen2_5_vl", 608, 512), ("qwen3_vl", 608, 512)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_tile_takes_no_more_memory_than_its_tower_predicts(
+    family: str, height: int, width: int, dtype: torch.dtype
+) -> None:
+    tiles = random_tiles(1, height, width)
+    towers = {}
+    for kind in ("first", "second"):
+        oracle = tiny_vision_model(family, dtype=dtype)
+        towers[kind] = build_model(config_json(oracle), DictWeights(tensors_of(oracle))).vision
+    tower = towers["second"]
+    (_,) = towers["first"].encode(tiles, PLAIN_LEVELS)  # what modules make at their first use
+    predicted = tower.working_bytes(height, width)
+    tracemalloc.start()
+    try:
+        (rows,) = tower.encode(tiles, PLAIN_LEVELS)
+        taken = tracemalloc.get_traced_memory()[1] - rows.nbytes
+    finally:
+        tracemalloc.stop()
+    assert taken <= predicted <= tower.working_bytes() if family in DYNAMIC else taken <= predicted
+    if width > 400:  # of few patches, what is taken at once for some is the most
+        assert predicted < 3 * taken
+    if tower.config.num_layers:
+        assert tower.working_bytes(height, width) < predicted  # the executor keeps some
+
+
+def test_an_image_for_which_there_is_no_memory_is_refused(
+    model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = model[1]
+    needed_bytes = decoder.vision.working_bytes(32, 32)
+    monkeypatch.setattr(image_encoder, "available", lambda: Available(needed_bytes - 1, "a limit"))
+    with Rig(decoder) as rig:
+        with pytest.raises(
+            RequestError, match=r"an image of 32 x 32 pixels .* MiB are available \(a limit\)"
+        ):
+            rig.engine.submit(request_with(1, 2))
+        monkeypatch.setattr(image_encoder, "available", lambda: Available(needed_bytes, "a limit"))
+        assert len(rig.tokens(request_with(1, 2))[0]) == NUM_TOKENS
+
+
+def test_a_pool_leaves_memory_to_the_largest_image(
+    model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = model[1]
+    free_bytes = decoder.vision.working_bytes() + (400 << 20)
+    monkeypatch.setattr(limits, "available_bytes", lambda: free_bytes)
+    with_tower = pool_bytes(decoder, 100 << 20, 8)
+    monkeypatch.setattr(decoder, "vision", None)
+    assert with_tower == default_kv_bytes(100 << 20, 400 << 20) < pool_bytes(decoder, 100 << 20, 8)
 
 
 def test_texts_are_computed_while_images_are_encoded(slow: tuple[Any, SlowTower]) -> None:

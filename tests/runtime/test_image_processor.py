@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from PIL import Image
-from tests.support.vision_models import ONEVISION, theirs_of_onevision
+from tests.support.vision_models import CLIP, FILES, ONEVISION, theirs_of_llava, theirs_of_onevision
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -294,6 +294,109 @@ def test_onevisions_settings_that_cannot_be_used_are_named(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         onevision(names, **settings)
+
+
+def llava(family: str, names: dict[str, Any] | None = None, **settings: Any) -> ImageProcessor:
+    _, given, processor = FILES[family]
+    made = ImageProcessor.read({**given, **settings}, {**processor, **(names or {})}, TOKENS)
+    assert made is not None
+    return made
+
+
+LLAVA: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llava", {}, {}),
+    ("llava", {"resample": 2, "size": {"height": 32, "width": 32}, "do_center_crop": False}, {}),
+    ("llava", {"do_pad": True, "image_processor_type": "LlavaImageProcessor"}, {"patch_size": 7}),
+    ("llava", {}, {"vision_feature_select_strategy": "full", "patch_size": 16}),
+    ("llava_next", {}, {}),
+    ("llava_next", {"resample": 2, "image_mean": [0.1, 0.2, 0.3]}, {"patch_size": 7}),
+]
+
+
+@pytest.mark.parametrize("size", [each for each in ONEVISION_SIZES if max(each) < 2000])
+@pytest.mark.parametrize(("family", "settings", "names"), LLAVA)
+def test_llavas_tiles_and_texts_are_those_of_transformers(
+    size: tuple[int, int], family: str, settings: dict[str, Any], names: dict[str, Any]
+) -> None:
+    image, processor = picture(*size), llava(family, names, **settings)
+    stated = {key: each for key, each in settings.items() if key != "image_processor_type"}
+    theirs = theirs_of_llava(family, names=names, **{**FILES[family][1], **stated})
+    made = processor.tiles(image, 2)
+    expected = theirs.image_processor([image], return_tensors="np")
+    levels = processor.levels
+    values = np.stack([levels[channel][made.tiles[:, channel]] for channel in range(3)], axis=1)
+    assert np.array_equal(values[None] if family == "llava_next" else values, expected["pixel_values"])
+    text = theirs.replace_image_token(expected, 0)
+    assert processor.text(made) == text.replace("<image>", "<soft>")
+    assert processor.num_tokens(made) == text.count("<image>")
+
+
+def test_an_image_that_is_much_longer_than_wide_has_no_middle() -> None:
+    assert llava("llava").tiles(Image.new("RGB", (1, 256))).tiles.shape == (1, 3, 32, 32)
+    with pytest.raises(RequestError, match="1 x 257 pixels cannot be resized"):
+        llava("llava").tiles(Image.new("RGB", (1, 257)))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "names", "message"),
+    [
+        ("llava", {"do_resize": False}, {}, "must be resized"),
+        ("llava", {"size": {"shortest_edge": 48}}, {}, "is that of a square crop_size"),
+        ("llava", {"do_center_crop": False}, {}, "is that of a square crop_size"),
+        ("llava", {"size": {"height": 32}}, {}, "is that of a square crop_size"),
+        ("llava", {"crop_size": {"height": 32, "width": 0}}, {}, "sides must be from 1 to 4096"),
+        ("llava", {"size": {"shortest_edge": 1 << 20}}, {}, "sides must be from 1 to 4096"),
+        (
+            "llava",
+            {"image_processor_type": "SiglipImageProcessor"},
+            {},
+            "is 'SiglipImageProcessor', but must",
+        ),
+        (
+            "llava",
+            {"do_pad": True, "image_processor_type": "LlavaImageProcessor", "image_mean": [2.0] * 3},
+            {},
+            "image_mean must be numbers from 0 to 1",
+        ),
+        ("llava", {}, {"patch_size": None}, "patch_size is 0, but must be from 1 to 32"),
+        ("llava", {}, {"patch_size": 33}, "patch_size is 33, but must be from 1 to 32"),
+        ("llava", {}, {"patch_size": 32, "num_additional_image_tokens": 0}, "makes 0 tokens"),
+        (
+            "llava",
+            {},
+            {"num_additional_image_tokens": 2},
+            "num_additional_image_tokens is 2, but must be 0 or 1",
+        ),
+        ("llava_next", {"image_grid_pinpoints": [[32, 40]]}, {}, "multiples of 32 pixels up to 4096"),
+        ("llava_next", {"image_grid_pinpoints": [[4096, 4096]]}, {}, "16384 times it at most 65536"),
+        (
+            "llava_next",
+            {},
+            {"vision_feature_select_strategy": "full"},
+            "tokens is 17, but must be the square",
+        ),
+    ],
+)
+def test_llavas_settings_that_cannot_be_used_are_named(
+    family: str, settings: dict[str, Any], names: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        llava(family, names, **settings)
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_next"])
+def test_llavas_defaults_are_those_of_transformers(family: str) -> None:
+    name = FILES[family][2]["processor_class"]
+    sizes = {key: CLIP[key] for key in ("size", "crop_size")} | {"image_grid_pinpoints": [[32, 64], [64, 32]]}
+    made = ImageProcessor.read(sizes, {**FILES[family][2], "processor_class": name}, {})
+    assert made is not None
+    if family == "llava":
+        del sizes["image_grid_pinpoints"]
+    image = picture(50, 70)
+    expected = theirs_of_llava(family, **sizes).image_processor([image], return_tensors="np")["pixel_values"]
+    tiles = made.tiles(image).tiles
+    values = np.stack([made.levels[channel][tiles[:, channel]] for channel in range(3)], axis=1)
+    assert np.array_equal(values, expected.reshape(values.shape))
 
 
 def test_settings_within_processor_config_json_come_first() -> None:

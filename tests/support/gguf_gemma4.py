@@ -1,12 +1,26 @@
-"""Gemma 4's settings and names in GGUF files, as the converter's documentation has them."""
+"""Settings and names of Gemma 3n and 4 in GGUF files, as the converter's documentation has them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import torch
 
 _SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+
+
+def add_gemma3n(writer: Any, config: Any) -> None:
+    """The keys that Gemma 3 does not have."""
+    writer.add_altup_active_idx(config.altup_active_idx)
+    writer.add_altup_num_inputs(config.altup_num_inputs)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    shares = torch.tensor(config.activation_sparsity_pattern, dtype=torch.float32)
+    writer.add_activation_sparsity_scale(torch.distributions.normal.Normal(0, 1).icdf(shares).tolist())
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if config.final_logit_softcapping != 30.0:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
 
 
 def add_gemma4(writer: Any, config: Any) -> None:

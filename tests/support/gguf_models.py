@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 import torch
 from tests.support.gguf_files import random_blocks
-from tests.support.gguf_gemma4 import add_gemma4, name_of_gemma4
+from tests.support.gguf_gemma4 import add_gemma3n, add_gemma4, name_of_gemma4
 from tests.support.gguf_mamba import add_mamba, known_of_mamba, mamba_factors, mamba_kv_heads, mamba_shaped
 from tests.support.tiny_models import tensors_of
 
@@ -70,6 +70,7 @@ ARCHITECTURES = {
     "falcon_h1": "FALCON_H1",
     "nemotron_h": "NEMOTRON_H_MOE",
     "llama4_text": "LLAMA4",
+    "gemma3n_text": "GEMMA3N",
     "gemma4_text": "GEMMA4",
 }
 TILED = ("qwen3_5_text", "qwen3_5_moe_text")  # value heads of delta nets
@@ -86,10 +87,19 @@ _STACKED = {
     "down_proj": "weight",
     "down_proj_bias": "bias",
 }
-_EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(.*)")
+# Experts, and matrices of streams
+_EXPERT = re.compile(r"(.*\.(?:experts|altup\w*_projections)\.)(\d+)\.(.*)")
 _QKV = re.compile(r"(.*\.self_attn\.)[qkv]_proj\.(.*)")
 # transformers' names of corrections → those by which gguf-py knows them
 _CORRECTIONS = {"e_score_correction_bias": "e_score_correction.bias", "expert_bias": "expert_bias.bias"}
+
+
+def tensors_and_config(source: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Of a file that was opened as a model."""
+    from safetensors.torch import load
+
+    data, _ = source.read("model.safetensors", max_bytes=1 << 28)
+    return load(data), json.loads(source.read("config.json", max_bytes=1 << 20)[0])
 
 
 def write_gguf(
@@ -280,6 +290,7 @@ def _write(writer: Any, name: str, data: np.ndarray, kind: str) -> np.ndarray:
     stays = (
         *("ffn_gate_inp" in name, name.endswith("bias"), name.endswith("_norm.weight")),
         name.startswith("position_embd"),
+        any(part in name for part in ("altup", "laurel", "per_layer_model_proj")),
     )
     is_matrix = data.ndim > 1 and not any(stays)
     quantised = gguf.GGMLQuantizationType[kind]
@@ -352,21 +363,14 @@ def _add_settings(writer: Any, config: Any) -> None:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if hasattr(config, "linear_num_key_heads"):
-        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
-        writer.add_ssm_state_size(config.linear_key_head_dim)
-        writer.add_ssm_group_count(config.linear_num_key_heads)
-        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
-        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
-        kinds = [kind == "linear_attention" for kind in config.layer_types]
-        if family == "qwen3_next":
-            writer.add_array("qwen3next.attention.recurrent_layers", kinds)
-        else:
-            writer.add_full_attention_interval(kinds.index(False) + 1)
+        _add_delta_nets(writer, config)
     if family == "gpt_neox":
         writer.add_parallel_residual(config.use_parallel_residual)
     if family in ("cohere", "cohere2"):
         writer.add_logit_scale(config.logit_scale)
-    if family in ("gemma2", "gemma3_text", "cohere2"):
+    if family == "gemma3n_text":
+        add_gemma3n(writer, config)
+    if family in ("gemma2", "gemma3_text", "gemma3n_text", "cohere2"):
         writer.add_sliding_window(config.sliding_window)
     if family in ("olmo3", "exaone4") and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
@@ -396,6 +400,19 @@ def _add_settings(writer: Any, config: Any) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if writer.arch != "nemotron_h":
         _add_experts(writer, config)
+
+
+def _add_delta_nets(writer: Any, config: Any) -> None:
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    kinds = [kind == "linear_attention" for kind in config.layer_types]
+    if config.model_type == "qwen3_next":
+        writer.add_array("qwen3next.attention.recurrent_layers", kinds)
+    else:
+        writer.add_full_attention_interval(kinds.index(False) + 1)
 
 
 def _add_latents(writer: Any, config: Any, rope: dict[str, Any]) -> None:

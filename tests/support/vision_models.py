@@ -22,6 +22,11 @@ with warnings.catch_warnings():
     # transformers' own deprecations while it is imported are not ours to answer for
     warnings.simplefilter("ignore", DeprecationWarning)
     import transformers
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+    from transformers.models.llava.processing_llava import LlavaProcessor
+    from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+    from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
     from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
         LlavaOnevisionImageProcessorPil,
     )
@@ -193,6 +198,37 @@ def theirs_of_onevision(num_tokens: int = 16, aspect_ratio: str = "anyres_max_2"
     return made
 
 
+# Those of LLaVA 1.5 and LLaVA-NeXT: tiles of 16 tokens, with a class that is left out.
+CLIP = {
+    "size": {"shortest_edge": 32},
+    "crop_size": {"height": 32, "width": 32},
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+}
+NEXT = {**CLIP, "image_grid_pinpoints": ONEVISION["image_grid_pinpoints"]}
+LLAVA_PROCESSOR = {
+    "processor_class": "LlavaProcessor",
+    "patch_size": 8,
+    "num_additional_image_tokens": 1,
+    "vision_feature_select_strategy": "default",
+}
+
+
+def theirs_of_llava(family: str, *, names: dict[str, Any] | None = None, **settings: Any) -> Any:
+    """Likewise, of LLaVA 1.5 or LLaVA-NeXT; of the former's own image processor, where the settings say `do_pad`."""
+    own = LlavaImageProcessorPil if "do_pad" in settings else CLIPImageProcessorPil
+    kinds = {"llava": (LlavaProcessor, own), "llava_next": (LlavaNextProcessor, LlavaNextImageProcessorPil)}
+    processor, of_images = kinds[family]
+    made = processor.__new__(processor)
+    made.image_processor, made.image_token = of_images(**settings), "<image>"
+    for key, value in {**LLAVA_PROCESSOR, **(names or {})}.items():
+        setattr(made, key, value)
+    return made
+
+
+_CLIP_VISION = {**_VISION, "model_type": "clip_vision_model", "num_hidden_layers": 3}
+_LLAVA_WHOLE = {"image_token_index": IMAGE_TOKEN}
+_NEXT_WHOLE = {**_LLAVA_WHOLE, "image_grid_pinpoints": NEXT["image_grid_pinpoints"]}
 _ONEVISION_VISION = {**_VISION, "model_type": "siglip_vision_model", "vision_use_head": False}
 _ONEVISION_WHOLE = {
     "image_token_index": IMAGE_TOKEN,
@@ -204,6 +240,8 @@ _TIED = ("gemma3", "gemma4", "gemma4_unified", "qwen3_5")  # families whose embe
 # Of a text_config, a vision_config and the whole.
 _FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "idefics3": (_TEXT, _VISION, {"image_token_id": IMAGE_TOKEN, "scale_factor": 2}),
+    "llava": (_TEXT, _CLIP_VISION, _LLAVA_WHOLE),
+    "llava_next": ({**_TEXT, "model_type": "mistral"}, _CLIP_VISION, _NEXT_WHOLE),
     "llava_onevision": ({**_TEXT, "model_type": "qwen2"}, _ONEVISION_VISION, _ONEVISION_WHOLE),
     "gemma3": (_GEMMA3_TEXT, _VISION, {"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 4}),
     "gemma4": (_GEMMA4_TEXT, _GEMMA4_VISION, _GEMMA4_TOKENS),
@@ -295,6 +333,13 @@ def oracle_inputs(
         more = {} if sizes else {"batch_num_images": torch.tensor([num])}
         image_sizes = torch.tensor(sizes or [(32, 32)] * num)
         return {"input_ids": tokens, "pixel_values": values[0], "image_sizes": image_sizes, **more}
+    if model.config.model_type == "llava_next":
+        padded = torch.nn.utils.rnn.pad_sequence(
+            [pixel_values(own, dtype)[0] for own in tiles], batch_first=True
+        )
+        return {"input_ids": tokens, "pixel_values": padded, "image_sizes": torch.tensor(sizes)}
+    if model.config.model_type == "llava":
+        return {"input_ids": tokens, "pixel_values": values[0]}
     if model.config.model_type != "gemma3":
         return {"input_ids": tokens, "pixel_values": values}
     return {"input_ids": tokens, "pixel_values": values[0], "token_type_ids": types}
@@ -334,7 +379,7 @@ MARKS = {
     "gemma4": ("<|image>", "<image|>", "<|image|>", "\n\n"),
     "qwen2_5_vl": ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "\n\n"),
 }
-MARKS["llava_onevision"] = MARKS["idefics3"]
+MARKS["llava"] = MARKS["llava_next"] = MARKS["llava_onevision"] = MARKS["idefics3"]
 MARKS["qwen3_vl"] = MARKS["qwen3_5"] = MARKS["qwen2_5_vl"]
 # As SmolVLM's: parts one after the other, and none of a message whose content is a text.
 TEMPLATE = (
@@ -349,7 +394,7 @@ PREPROCESSOR = {
 }
 PROCESSOR = {"processor_class": "SmolVLMProcessor", "image_seq_len": 4}
 # What the template writes for an image, preprocessor_config.json and processor_config.json.
-_FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "idefics3": ("<image>", PREPROCESSOR, PROCESSOR),
     "gemma3": (
         "<start_of_image>",
@@ -384,14 +429,16 @@ _FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
-_FILES["llava_onevision"] = ("<image>", ONEVISION, ONEVISION_PROCESSOR)
-_FILES["qwen3_vl"] = _FILES["qwen3_5"] = (*_FILES["qwen2_5_vl"][:2], {"processor_class": "Qwen3VLProcessor"})
+FILES["llava"] = ("<image>", CLIP, LLAVA_PROCESSOR)
+FILES["llava_next"] = ("<image>", NEXT, {**LLAVA_PROCESSOR, "processor_class": "LlavaNextProcessor"})
+FILES["llava_onevision"] = ("<image>", ONEVISION, ONEVISION_PROCESSOR)
+FILES["qwen3_vl"] = FILES["qwen3_5"] = (*FILES["qwen2_5_vl"][:2], {"processor_class": "Qwen3VLProcessor"})
 
 
 def save_vision(directory: Path, family: str = "idefics3", *, model: Any = None) -> Any:
     """Write a model's directory as Hugging Face does, with the files of its processor; returns the model."""
     model = model or tiny_vision_model(family, text={"max_position_embeddings": 4096})
-    placeholder, preprocessor, processor = _FILES[family]
+    placeholder, preprocessor, processor = FILES[family]
     save_tiny("llama", directory)  # for the tokenizer
     model.save_pretrained(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))

@@ -19,16 +19,20 @@ from .family import (
     FOUR_NORMS,
     GATED_MIXTURE,
     HEAD_NORMS,
+    INPUTS_TABLE,
     LATENTS,
+    LAYER_INPUTS,
     LFM2,
     LLAMA,
     MLP,
     NORMS,
+    OF_LAYER_INPUTS,
     OUTER,
     OUTPUT_NORMS,
     QKV,
     ROUTER,
     SHARED,
+    STREAMS,
     Family,
     experts_of,
 )
@@ -322,24 +326,17 @@ FAMILIES["llama4"] = Family(
 FAMILIES["gemma4"] = Family(
     "gemma4_text",
     "Gemma4ForCausalLM",
-    outer=OUTER
-    | {
-        "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
-        "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
-        "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
-    },
+    outer=OUTER | OF_LAYER_INPUTS,
     inner=FOUR_NORMS
     | ATTENTION
     | MLP
     | HEAD_NORMS
+    | LAYER_INPUTS
     | {
         "ffn_gate_inp": "router.proj",
         "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
         "post_ffw_norm_1": "post_feedforward_layernorm_1",
         "post_ffw_norm_2": "post_feedforward_layernorm_2",
-        "inp_gate": "per_layer_input_gate",
-        "proj": "per_layer_projection",
-        "post_norm": "post_per_layer_input_norm",
     },
     whole={
         "layer_output_scale.weight": "layer_scalar",
@@ -350,9 +347,26 @@ FAMILIES["gemma4"] = Family(
         **experts_of(*(f"experts.{{}}.{name}_proj" for name in ("gate", "up", "down"))),
         "ffn_gate_up_exps": "experts.{}.gate_proj experts.{}.up_proj",
     },
+    rows={"vocab_size_per_layer_input": INPUTS_TABLE},
+    shares_keys=True,
     has_windowed_heads=True,
     activation="gelu_pytorch_tanh",
     settings=settings.gemma4,
+)
+FAMILIES["gemma3n"] = Family(
+    "gemma3n_text",
+    "Gemma3nForCausalLM",
+    outer=OUTER | OF_LAYER_INPUTS,
+    stacked={
+        "altup_proj.weight": "model.altup_projections.{}.weight",
+        "altup_unembd_proj.weight": "model.altup_unembed_projections.{}.weight",
+    },
+    inner=FOUR_NORMS | ATTENTION | MLP | HEAD_NORMS | LAYER_INPUTS | STREAMS,
+    whole={"altup_correct_scale.weight": "altup.correct_output_scale"},
+    rows={"vocab_size_per_layer_input": INPUTS_TABLE, "laurel_rank": "blk.0.laurel_l.weight"},
+    shares_keys=True,
+    activation="gelu_pytorch_tanh",
+    settings=settings.gemma3n,
 )
 # Their text models: the tower is another file, which is not read.
 FAMILIES["qwen3vl"] = FAMILIES["qwen3"]

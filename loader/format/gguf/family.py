@@ -83,9 +83,29 @@ MAMBA_WHOLE = {
 FLAT = ("ssm_a", "ssm_d", "ssm_norm.weight")  # vectors that some files have as matrices
 FEED_FORWARD = {kind: name.replace("mlp", "feed_forward") for kind, name in MLP.items()}
 QKV = {"attn_qkv": ("attn_q", "attn_k", "attn_v")}
+LAYER_INPUTS = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+STREAMS = {
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_correct_coef": "altup.correction_coefs",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+}
 EMBEDDINGS = "token_embd.weight"
 # Those of no layer, but for the final norm
 OUTER = {EMBEDDINGS: "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
+INPUTS_TABLE = "per_layer_token_embd.weight"
+OF_LAYER_INPUTS = {
+    INPUTS_TABLE: "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
+}
 
 # (metadata, the architecture's prefix of keys, config.json so far) → more of config.json
 Settings = Callable[[GgufFields, str, Mapping[str, Any]], dict[str, Any]]
@@ -98,11 +118,13 @@ class Family(NamedTuple):
     architecture: str
     outer: Mapping[str, str] = OUTER
     inner: Mapping[str, str] = LLAMA  # a layer's tensors
+    stacked: Mapping[str, str] = {}  # those of no layer that hold several matrices; {} is a matrix' number
     whole: Mapping[str, str] = {}  # those of its tensors whose names end otherwise there
     # Those that hold all experts; {} is an expert's number. Two names: the first half of its rows, and the second.
     experts: Mapping[str, str] | None = None
     experts_have_biases: bool = False
     merged: Mapping[str, tuple[str, ...]] = {}  # those that hold rows of several
+    rows: Mapping[str, str] = {}  # settings that are the number of a tensor's rows
     optional: Mapping[str, str] = {}  # ends of those that all layers may lack, and the setting that says so
     final_norm: str = "norm"
     norm_eps: str = "rms_norm_eps"  # the setting
@@ -115,8 +137,10 @@ class Family(NamedTuple):
     has_shifted_norms: bool = False  # weights of norms are stored plus 1, but for those of delta nets
     may_turn_partly: bool = False  # of a head
     has_latents: bool = False  # in place of keys and values
-    # Keys about heads are those of layers without a window, and others', which end with _swa; numbers of a layer's
-    # heads of keys and of its MLP's columns may be several.
+    # The last layers attend to earlier ones' keys; numbers of a layer's heads of keys and of its MLP's columns may be
+    # several.
+    shares_keys: bool = False
+    # Keys about heads are those of layers without a window, and others', which end with _swa.
     has_windowed_heads: bool = False
     activation: str = "silu"
     settings: Settings = settings.no_more

@@ -32,11 +32,12 @@ _FINAL_NORMS = ("output_norm", "token_embd_norm")  # LFM2's files have the secon
 _TABLES = (EMBEDDINGS, "per_layer_token_embd.weight")  # whose rows are looked up
 _LAYER = re.compile(r"blk\.([0-9]{1,4})\.(?:([a-z0-9_.]+)\.(weight|bias|scale)|ssm_[ad]|ffn_norm)")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# Ends of names whose floats stay as they are: vectors that are not biases of products, convolutions, positions
-_KEPT_MATRICES = ("conv.weight", "conv1d.weight", "position_embd.weight", "embed_positions.weight")
+# Ends of names whose floats stay as they are: vectors that are not biases of products, convolutions, positions, streams
+_POSITIONS = ("position_embd.weight", "embed_positions.weight")
+_KEPT_MATRICES = ("conv.weight", "conv1d.weight", *_POSITIONS, "_coef.weight", "_coefs.weight")
 _KEPT = (
     *("norm.weight", "sinks", "dt_bias", ".D", "conv1d.bias", "e_score_correction_bias", "expert_bias"),
-    *("layernorm_1.weight", "layernorm_2.weight", "scalar", ".scale", ".per_expert_scale"),
+    *("layernorm_1.weight", "layernorm_2.weight", "scalar", ".scale", ".per_expert_scale", "output_scale"),
     *_KEPT_MATRICES,
 )
 # transformers' name of the dtype that floats are stored in
@@ -166,10 +167,16 @@ def _config(
         config["partial_rotary_factor"] = turned / head_dim
     for end, setting in family.optional.items():
         config[setting] = any(tensor.name.endswith(f".{end}") for tensor in tensors)
+    config |= {
+        key: _matrix(file, fields, name).shape[0] for key, name in family.rows.items() if name in file.tensors
+    }
     config |= family.settings(fields, own, config)
+    if family.shares_keys:
+        tensors = _without_shared_keys(tensors, config)
     if family.has_windowed_heads:
         config["rope_parameters"] = proportional_rope(file, fields, own, config, read_table)
-        return config, _with_shared_keys(fields, tensors, config)
+        _check_values(fields, tensors, config)
+        return config, tensors
     scaling = rope_scaling(file, fields, own, config, family, read_table)
     if scaling is not None:
         config["rope_scaling"] = scaling
@@ -178,7 +185,7 @@ def _config(
 
 def _layer_sizes(fields: GgufFields, own: str, family: Family, heads: int, layers: int) -> tuple[int, int]:
     """Heads of keys and columns of an MLP: of the first layer, where layers differ."""
-    if family.has_windowed_heads:
+    if family.shares_keys:
         kv_heads = fields.integers(f"{own}attention.head_count_kv", 1, heads, num_layers=layers)
         return kv_heads[0], fields.integers(f"{own}feed_forward_length", 1, MAX_WIDTH, num_layers=layers)[0]
     # Of a mixture in all layers the size of an MLP is not used.
@@ -193,27 +200,28 @@ def _layer_sizes(fields: GgufFields, own: str, family: Family, heads: int, layer
     )
 
 
-def _with_shared_keys(
-    fields: GgufFields, tensors: list[GgufTensor], config: dict[str, Any]
-) -> list[GgufTensor]:
-    """The tensors without keys and values of layers that attend to earlier ones', of which some files have them. Says
-    in the config whether keys without a window are values, which have no tensors then.
-    """
+def _without_shared_keys(tensors: list[GgufTensor], config: dict[str, Any]) -> list[GgufTensor]:
+    """The tensors without keys and values of layers that attend to earlier ones', of which some files have them."""
     end = config["num_hidden_layers"] - config["num_kv_shared_layers"]
-    names = {tensor.name for tensor in tensors}
-    lacking = [layer for layer in range(end) if f"blk.{layer}.attn_v.weight" not in names]
-    whole = [layer for layer in range(end) if config["layer_types"][layer] == "full_attention"]
-    if lacking not in ([], whole):
-        raise fields.wrong(f"has no blk.{lacking[0]}.attn_v.weight", hint=HINT)
-    if not lacking and config["num_global_key_value_heads"] != config["num_key_value_heads"]:
-        raise fields.wrong("other heads of keys without a window, but values of their own, are not supported")
-    config["attention_k_eq_v"] = bool(lacking)
     in_vain = tuple(
         f"blk.{layer}.{kind}."
         for layer in range(end, config["num_hidden_layers"])
         for kind in ("attn_k", "attn_v", "attn_k_norm")
     )
     return [tensor for tensor in tensors if not tensor.name.startswith(in_vain)]
+
+
+def _check_values(fields: GgufFields, tensors: list[GgufTensor], config: dict[str, Any]) -> None:
+    """Says in the config whether keys without a window are values, which have no tensors then."""
+    names = {tensor.name for tensor in tensors}
+    own = range(config["num_hidden_layers"] - config["num_kv_shared_layers"])
+    lacking = [layer for layer in own if f"blk.{layer}.attn_v.weight" not in names]
+    whole = [layer for layer in own if config["layer_types"][layer] == "full_attention"]
+    if lacking not in ([], whole):
+        raise fields.wrong(f"has no blk.{lacking[0]}.attn_v.weight", hint=HINT)
+    if not lacking and config["num_global_key_value_heads"] != config["num_key_value_heads"]:
+        raise fields.wrong("other heads of keys without a window, but values of their own, are not supported")
+    config["attention_k_eq_v"] = bool(lacking)
 
 
 def _head_columns(fields: GgufFields, own: str, family: Family, default: int) -> tuple[int, int]:
@@ -256,12 +264,8 @@ def _apart(
     if rows != sum(sizes):
         raise fields.wrong(f"{tensor.name} of shape {tensor.shape} does not have {sum(sizes)} rows")
     for part, size in zip(parts, sizes, strict=True):
-        yield tensor._replace(
-            name=f"blk.{found[1]}.{part}.{found[3]}",
-            shape=(size, *tensor.shape[1:]),
-            begin=tensor.begin + tensor.size_bytes * first // rows,
-            size_bytes=tensor.size_bytes * size // rows,
-        )
+        own = tensor.part(first, size, size, *tensor.shape[1:])
+        yield own._replace(name=f"blk.{found[1]}.{part}.{found[3]}")
         first += size
 
 
@@ -293,6 +297,10 @@ def _named(
     """
     if tensor.name in family.outer:
         yield family.outer[tensor.name], tensor
+        return
+    if tensor.name in family.stacked:
+        for number, part in enumerate(_matrices_of(fields, tensor, config["altup_num_inputs"] - 1)):
+            yield family.stacked[tensor.name].format(number), part
         return
     outer, _, suffix = tensor.name.partition(".")
     if outer in _FINAL_NORMS and (suffix == "weight" or (suffix == "bias" and family.norms_have_biases)):
@@ -367,14 +375,19 @@ def _experts_of(
 ) -> Iterator[GgufTensor]:
     """The matrices or vectors of a tensor (experts, …) with this number of dimensions."""
     num = next(config[key] for key in _NUM_EXPERTS if key in config)
-    if len(tensor.shape) != dimensions or tensor.shape[0] != num:
-        raise fields.wrong(f"{tensor.name} of shape {tensor.shape} does not hold {num} experts")
     if num * config["num_hidden_layers"] > MAX_EXPERTS_OF_ALL_LAYERS:
         raise fields.wrong(f"{num} experts in {config['num_hidden_layers']} layers are too many")
-    size_bytes = tensor.size_bytes // num
+    return _matrices_of(fields, tensor, num, dimensions, what="experts")
+
+
+def _matrices_of(
+    fields: GgufFields, tensor: GgufTensor, num: int, dimensions: int = 3, what: str = "matrices"
+) -> Iterator[GgufTensor]:
+    """The `num` equal parts of a tensor with this number of dimensions, the first of which counts them."""
+    if len(tensor.shape) != dimensions or tensor.shape[0] != num:
+        raise fields.wrong(f"{tensor.name} of shape {tensor.shape} does not hold {num} {what}")
     for number in range(num):
-        begin = tensor.begin + number * size_bytes
-        yield tensor._replace(shape=tensor.shape[1:], begin=begin, size_bytes=size_bytes)
+        yield tensor.part(number, 1, *tensor.shape[1:])
 
 
 def _shares_of(fields: GgufFields, tensor: GgufTensor, num: int) -> Iterator[GgufTensor]:
@@ -382,10 +395,8 @@ def _shares_of(fields: GgufFields, tensor: GgufTensor, num: int) -> Iterator[Ggu
     rows, rest = divmod(tensor.shape[0], num)
     if rest:
         raise fields.wrong(f"the rows of {tensor.name} of shape {tensor.shape} are not {num} equal shares")
-    size_bytes = tensor.size_bytes // num
     for number in range(num):
-        begin = tensor.begin + number * size_bytes
-        yield tensor._replace(shape=(rows, *tensor.shape[1:]), begin=begin, size_bytes=size_bytes)
+        yield tensor.part(number * rows, rows, rows, *tensor.shape[1:])
 
 
 def _head_rows(

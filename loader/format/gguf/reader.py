@@ -79,6 +79,11 @@ class GgufTensor(NamedTuple):
     def row_bytes(self) -> int:
         return self.type.row_bytes(self.columns)
 
+    def part(self, first: int, num: int, *shape: int) -> GgufTensor:
+        """The rows [first, first + num) of the first dimension as a tensor of this shape."""
+        begin, end = (self.size_bytes * row // self.shape[0] for row in (first, first + num))
+        return self._replace(shape=shape, begin=self.begin + begin, size_bytes=end - begin)
+
 
 class FileHead(NamedTuple):
     """The bytes in front of the tensors, and the SHA-256 of them as they were read, to be copied and

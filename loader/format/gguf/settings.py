@@ -5,6 +5,7 @@ What a file does not say is a constant of llama.cpp, and stated here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,6 +41,28 @@ def gemma3(fields: GgufFields, own: str, config: Mapping[str, Any]) -> dict[str,
     return {**found, **_layer_types(fields, own, config, 6)}
 
 
+def gemma3n(fields: GgufFields, own: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    num_layers = config["num_hidden_layers"]
+    if f"{own}attention.sliding_window_pattern" not in fields:
+        raise fields.wrong(f"has no {own}attention.sliding_window_pattern")
+    streams = fields.integer(f"{own}altup.num_inputs", 2, 16)
+    # Deviations above the mean, of the share of gates that become 0
+    cuts = fields.numbers(f"{own}activation_sparsity_scale", num_layers)
+    return {
+        **gemma3(fields, own, config),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "intermediate_size": fields.integers(
+            f"{own}feed_forward_length", 1, MAX_WIDTH, num_layers=num_layers
+        ),
+        "final_logit_softcapping": fields.shortest(f"{own}final_logit_softcapping", 1e-3, 1e6, 30.0),
+        "num_kv_shared_layers": fields.integer(f"{own}attention.shared_kv_layers", 0, num_layers),
+        "hidden_size_per_layer_input": fields.integer(f"{own}embedding_length_per_layer_input", 1, MAX_WIDTH),
+        "altup_num_inputs": streams,
+        "altup_active_idx": fields.integer(f"{own}altup.active_idx", 0, streams - 1),
+        "activation_sparsity_pattern": [round((1 + math.erf(cut / math.sqrt(2))) / 2, 6) for cut in cuts],
+    }
+
+
 def gemma4(fields: GgufFields, own: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """`config` has what is so of the layers with a window."""
     num_layers = config["num_hidden_layers"]
@@ -66,7 +89,6 @@ def gemma4(fields: GgufFields, own: str, config: Mapping[str, Any]) -> dict[str,
         "hidden_size_per_layer_input": fields.integer(
             f"{own}embedding_length_per_layer_input", 0, MAX_WIDTH, 0
         ),
-        "vocab_size_per_layer_input": config["vocab_size"],
     }
     if f"{own}final_logit_softcapping" in fields:
         found["final_logit_softcapping"] = fields.shortest(f"{own}final_logit_softcapping", 1e-3, 1e6)

@@ -81,6 +81,11 @@ class NativeScratch:
         self._memory: Array = np.empty(0, np.uint8)
         self._first = 0  # aligned address
 
+    def missing_bytes(self, num_bytes: int) -> int:
+        """The memory that `address_of` takes for as many. 0: it is there."""
+        needed_bytes = num_bytes + SLAB_ALIGNMENT
+        return needed_bytes if needed_bytes > len(self._memory) else 0
+
     def address_of(self, num_bytes: int) -> int:
         """The address of `num_bytes` bytes, whose content is lost with the next call."""
         if num_bytes + SLAB_ALIGNMENT > len(self._memory):

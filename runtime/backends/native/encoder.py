@@ -146,7 +146,7 @@ class NativeEncoder:
             arrays.check_contiguous(own_turns, "own_turns")
             turns, places = own_turns, np.arange(num_rows, dtype=np.int64)
         distances = self._distances.up_to(longest - 1)
-        num_bytes = int(self._scratch_bytes(ctypes.byref(self._record), num_rows))
+        num_bytes = self._scratch_bytes_of(num_rows)
         args = records.EncoderStepArgs(
             model=ctypes.pointer(self._record),
             starts=arrays.address(batch.starts),
@@ -165,6 +165,13 @@ class NativeEncoder:
         )
         self.operations.call("tn_encoder_step", args)
         return x
+
+    def missing_bytes(self, num_rows: int) -> int:
+        """The memory that `layers` has still to take for `num_rows`, besides x."""
+        return self._scratch.missing_bytes(self._scratch_bytes_of(num_rows))
+
+    def _scratch_bytes_of(self, num_rows: int) -> int:
+        return int(self._scratch_bytes(ctypes.byref(self._record), num_rows))
 
     def finish(self, batch: TextBatch, x: Array) -> Floats:
         """(N, spec.num_columns) fp32: pooled states and what comes after them, or a classifier's scores."""

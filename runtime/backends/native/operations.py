@@ -39,6 +39,7 @@ ACTIVATIONS = {
     Activation.RELU: 3,
     Activation.TANH: 4,
     Activation.RELU2: 5,
+    Activation.GELU_QUICK: 6,
 }
 
 NORMS = {Norm.RMS: 0, Norm.RMS_WIDE: 1, Norm.RMS_PLUS_ONE: 2, Norm.LAYER: 3, Norm.LAYER_PLUS_ONE: 4}

@@ -33,6 +33,9 @@ class NativeSpeech:
         self._weights = weights
         self._encoder = NativeEncoder(spec, weights.encoder, library)
 
+    def working_bytes(self, num_rows: int) -> int:
+        return self._encoder.missing_bytes(num_rows)
+
     def embed(self, window: Floats) -> Array:
         columns = from_float32(np.ascontiguousarray(window.T), self._spec.dtype)
         x = self._convolved(self._weights.second, self._convolved(self._weights.first, columns, 1), 2)

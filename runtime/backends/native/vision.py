@@ -9,7 +9,7 @@ import numpy as np
 from ...models.executor import Floats, TextBatch
 from ...models.fields import Norm
 from ...models.matrices import StoredProjection
-from ...models.vision import ENTRY_NORM_EPS
+from ...models.vision import BAND_ROWS
 from ...tensors import from_float32, to_float32
 from .encoder import NativeEncoder
 from .operations import ACTIVATIONS
@@ -32,17 +32,23 @@ class NativeVision:
         self._weights = weights
         self._encoder = NativeEncoder(spec, weights.encoder, library)
 
+    def working_bytes(self, num_rows: int) -> int:
+        return self._encoder.missing_bytes(num_rows) if self._spec.num_layers else 0
+
     def embed(self, patches: Array, places: Int64s, shares: Floats | None) -> Array:
         patches = self._entry_norm(patches, 0)
         x = self._encoder.product(StoredProjection((self._weights.patches,)), patches, patches.dtype)
+        if (row := self._weights.class_row) is not None:
+            x = np.concatenate((from_float32(to_float32(row.array, row.dtype), self._spec.dtype)[None], x))
         return self._entry_norm(self._with_positions(self._entry_norm(x, 1), places, shares), 2)
 
     def _entry_norm(self, x: Array, number: int) -> Array:
         """In place; nothing, where there are none."""
-        if not self._weights.entry_norms:
+        norm = self._weights.entry_norms[number] if self._weights.entry_norms else None
+        if norm is None:
             return x
-        norm = self._weights.entry_norms[number]
-        return self._encoder.operations.norm(x, x, norm.weight, norm.bias, ENTRY_NORM_EPS, Norm.LAYER)
+        eps = self._weights.entry_norm_eps
+        return self._encoder.operations.norm(x, x, norm.weight, norm.bias, eps, Norm.LAYER)
 
     def _with_positions(self, x: Array, places: Int64s, shares: Floats | None) -> Array:
         positions = self._weights.encoder.positions
@@ -51,11 +57,14 @@ class NativeVision:
         if shares is None:
             return self._encoder.operations.add(x, self._encoder.rows_of(positions, places))
         used, numbers = np.unique(places, return_inverse=True)
-        table = to_float32(positions.array[used], positions.dtype)
-        more = np.zeros(x.shape, np.float32)
-        for taps, share in zip(numbers.reshape(places.shape).T, shares.T, strict=True):
-            more += table[taps] * share[:, None]
-        return self._encoder.operations.add(x, from_float32(more, self._spec.dtype))
+        table, numbers = to_float32(positions.array[used], positions.dtype), numbers.reshape(places.shape)
+        for first in range(0, len(x), BAND_ROWS):
+            band = slice(first, first + BAND_ROWS)
+            more = np.zeros(x[band].shape, np.float32)
+            for taps, share in zip(numbers[band].T, shares[band].T, strict=True):
+                more += table[taps] * share[:, None]
+            self._encoder.operations.add(x[band], from_float32(more, self._spec.dtype))
+        return x
 
     def layers(self, first: int, end: int, x: Array, starts: Int64s, turns: Floats | None) -> Array:
         return self._encoder.layers(TextBatch(np.zeros(len(x), np.int64), starts), first, end, x, turns)

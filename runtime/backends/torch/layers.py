@@ -159,6 +159,7 @@ def activation(name: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
         Activation.SILU: F.silu,
         Activation.GELU: F.gelu,
         Activation.GELU_TANH: _gelu_tanh,
+        Activation.GELU_QUICK: lambda x: x * torch.sigmoid(1.702 * x),
         Activation.RELU: F.relu,
         Activation.RELU2: lambda x: F.relu(x).square(),
         Activation.TANH: torch.tanh,

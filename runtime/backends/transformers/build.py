@@ -53,7 +53,7 @@ def build_with_transformers(
     architecture, kind = _kind_of(config)
     if logit_score is not None:
         raise ModelError(
-            "1_LogitScore/config.json: --backend transformers does not score by the logits of tokens",
+            "--backend transformers does not score by the logits of tokens (LogitScore, or classifier_from_token)",
             hint="Choose another --backend.",
         )
     settings = _settings_of(config)

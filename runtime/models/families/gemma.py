@@ -26,7 +26,8 @@ NAMES = LayerNames(
     mlp_norm="pre_feedforward_layernorm",
     mlp_output_norm="post_feedforward_layernorm",
 )
-_ROOTS = ("language_model.model.", "model.language_model.")  # next to a tower
+# Of the text alone, and next to a tower
+_ROOTS = ("model.", "language_model.model.", "model.language_model.")
 # transformers' defaults of a text_config, which files leave out.
 _DEFAULTS: dict[str, object] = {
     "vocab_size": 262_208,

@@ -27,7 +27,8 @@ from ..layer_inputs_config import LayerInputs
 from ..rope_config import MAX_POSITIONS, RopeConfig
 from ..vision_config import VisionConfig
 
-_ROOTS = ("model.language_model.", "language_model.model.")  # next to towers
+# Of the text alone, and next to towers
+_ROOTS = ("model.", "model.language_model.", "language_model.model.")
 _NAMES = LayerNames(
     attention_output_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",

@@ -235,6 +235,35 @@ async def test_a_reranker_as_published_answers_with_the_probability_of_yes(
     tokenizer.close()
 
 
+@pytest.mark.parametrize("is_packed", [True, False])
+async def test_a_reranker_by_tokens_of_its_config_answers_as_in_vllm(
+    tmp_path: Path, one_thread: None, is_packed: bool
+) -> None:
+    save_tiny("qwen3", tmp_path)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    vocabulary = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
+    texts = {number: text for text, number in vocabulary.items()}
+    config = json.loads((tmp_path / "config.json").read_text()) | {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "classifier_from_token": [texts[NO], texts[YES]],
+        "is_original_qwen3_reranker": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    async with running_server(served(tmp_path, is_packed=is_packed)) as server:
+        answer = await server.post("/v1/rerank", {"query": "what? ", "documents": ["a b c", "z"]})
+
+    assert answer.status == 200, answer.body
+    tokenizer = tokenizer_of(tmp_path)
+    with torch.no_grad():
+        for entry in answer.json["results"]:
+            tokens = list(tokenizer.encode(f"what? {('a b c', 'z')[entry['index']]}"))
+            logits = oracle(input_ids=torch.tensor([tokens])).logits[0, -1]
+            right = torch.sigmoid(logits[YES] - logits[NO]).item()
+            assert entry["relevance_score"] == pytest.approx(right, abs=3e-5)
+    tokenizer.close()
+
+
 async def test_a_chat_template_without_documents_is_refused(tmp_path: Path, one_thread: None) -> None:
     save_reranker(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")

@@ -46,6 +46,8 @@ async def test_the_first_request_may_come_before_the_model(
     ("family", "tiers"),
     [
         ("idefics3", None),
+        ("llava", TierOptions(draft_bits=3)),
+        ("llava_next", None),
         ("llava_onevision", TierOptions(draft_bits=3)),
         ("gemma3", TierOptions(draft_bits=3)),
         ("gemma4", TierOptions(draft_bits=3)),

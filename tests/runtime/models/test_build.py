@@ -18,6 +18,7 @@ from tests.support.tiny_models import (
     tiny_model,
     with_tensors,
 )
+from tests.support.vision_models import tiny_vision_model
 
 from teneral.runtime.backends.choose import BackendChoice
 from teneral.runtime.errors import ModelError
@@ -190,3 +191,38 @@ def test_an_encoder_within_a_model_with_a_head_is_found(family):
     ]
 
     assert torch.equal(*embeddings)
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_onevision", "gemma3", "gemma4", "qwen3_vl"])
+def test_files_without_the_towers_tensors_are_served_as_text(family: str) -> None:
+    model, tokens = tiny_vision_model(family), list(range(20))
+    tensors, config = tensors_of(model), config_json(model)
+    text = {
+        name: each for name, each in tensors.items() if "vision_tower." not in name and ".visual." not in name
+    }
+    decoder = build_model(config, DictWeights(text))
+    assert (decoder.vision, decoder.spec.takes_images) == (None, False)
+    logits = Stepper(decoder).step({"a": tokens})["a"]
+    assert torch.equal(
+        logits,
+        Stepper(build_model(config_json(model), DictWeights(tensors_of(model)))).step({"a": tokens})["a"],
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "gemma3", "gemma4"])
+@pytest.mark.parametrize("says_whole", [True, False])
+def test_a_text_model_saved_without_its_tower_is_served(family: str, says_whole: bool) -> None:
+    """With the config of the whole or of the text, and names of either."""
+    whole, tokens = tiny_vision_model(family), list(range(20))
+    config = config_json(whole)
+    if not says_whole:
+        config = config["text_config"] | {"tie_word_embeddings": config["tie_word_embeddings"]}
+    config["architectures"] = [type(whole).__name__.replace("ForConditionalGeneration", "ForCausalLM")]
+    right = Stepper(build_model(config_json(whole), DictWeights(tensors_of(whole)))).step({"a": tokens})["a"]
+    own = {name: each for name, each in tensors_of(whole).items() if ".language_model." in name}
+    own |= {name: each for name, each in tensors_of(whole).items() if name == "lm_head.weight"}
+    for root in ("model.language_model.", "model."):
+        named = {name.replace("model.language_model.", root): each for name, each in own.items()}
+        decoder = build_model(config, DictWeights(named))
+        assert decoder.vision is None
+        assert torch.equal(Stepper(decoder).step({"a": tokens})["a"], right)

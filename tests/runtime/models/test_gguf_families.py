@@ -37,7 +37,7 @@ from teneral.runtime.weights import StreamedWeights
 
 pytest.importorskip("gguf")
 
-from tests.support.gguf_models import ARCHITECTURES, write_gguf
+from tests.support.gguf_models import ARCHITECTURES, tensors_and_config, write_gguf
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -119,6 +119,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama4_text",
         CONSTANT_CHUNKS | {"moe_layers": [1, 3], "interleave_moe_layer_step": 2},
     ),
+    "gemma3n_text": ("gemma3n_text", {}),
+    "gemma3n_text, two streams, keys of all layers": (
+        "gemma3n_text",
+        {
+            "altup_num_inputs": 2,
+            "altup_active_idx": 1,
+            "num_kv_shared_layers": 0,
+            "intermediate_size": [96, 64, 160, 96, 32],
+            "final_logit_softcapping": 30.0,
+        },
+    ),
     "gemma4_text": ("gemma4_text", {}),
     "gemma4_text, keys that are values": ("gemma4_text", {**EQUAL, "final_logit_softcapping": None}),
     "gemma4_text, a mixture": ("gemma4_text", {**MIXTURE, "moe_intermediate_size": 64}),
@@ -137,20 +148,12 @@ ARCHITECTURES_OF = {
 REFUSED = {
     "ministral": "mistral3",
     "bitnet": "bitnet-b1.58",
-    "gemma3n_text": "gemma3n",
 }
 
 
 def test_every_family_is_read_or_refused():
     assert {*ARCHITECTURES, *REFUSED} == {*DECODERS, *DISTINCT_NATIVE}
     assert model_types() == ARCHITECTURES.keys()
-
-
-def tensors_and_config(source: Any, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    from safetensors.torch import load
-
-    data, _ = source.read("model.safetensors", max_bytes=1 << 28)
-    return load(data), json.loads(source.read("config.json", max_bytes=1 << 20)[0])
 
 
 # Whose rows fill blocks of 256.
@@ -184,7 +187,7 @@ def test_a_file_computes_what_the_model_does(variant: str, kind: str, tmp_path: 
     meant = write_gguf(path, model, kind, is_older=is_older, architecture=architecture)
     oracle = with_tensors(model, meant)
     source = open_model(str(tmp_path / "model.gguf"))
-    tensors, config = tensors_and_config(source, tmp_path)
+    tensors, config = tensors_and_config(source)
     prompt = prompt_of(60)
     expected = oracle_logits(oracle, prompt)
     if kind == "F32":
@@ -205,14 +208,23 @@ def test_a_file_computes_what_the_model_does(variant: str, kind: str, tmp_path: 
 
 @pytest.mark.parametrize(
     "family",
-    ["gemma2", "mixtral", "qwen3_moe", "gpt_oss", "granitemoehybrid", "falcon_h1, norms", "nemotron_h"],
+    [
+        "gemma2",
+        "mixtral",
+        "qwen3_moe",
+        "gpt_oss",
+        "granitemoehybrid",
+        "falcon_h1, norms",
+        "nemotron_h",
+        "gemma3n_text",
+    ],
 )
 def test_a_packed_file_has_the_tensors_of_the_file(family: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     write_gguf(tmp_path / "model.gguf", tiny_model(*VARIANTS[family][:1], **VARIANTS[family][1]), "Q8_0")
     source = open_model(str(tmp_path / "model.gguf"))
-    tensors, _ = tensors_and_config(source, tmp_path)
+    tensors, _ = tensors_and_config(source)
     result = pack(open_model(str(tmp_path / "model.gguf")), open_store(str(tmp_path / "packed")))
     unpack(open_store(str(tmp_path / "packed")), tmp_path / "out")
     again = {
@@ -259,7 +271,33 @@ def test_decays_that_have_no_logarithms_are_refused(tmp_path: Path) -> None:
     next(tensor for tensor in reader.tensors if tensor.name == "blk.0.ssm_a").data[1] = 0.0
 
     with pytest.raises(CheckpointError, match=r"blk\.0\.ssm_a has numbers that are not below 0"):
-        tensors_and_config(open_model(str(path)), tmp_path)
+        tensors_and_config(open_model(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"attention.sliding_window_pattern": None}, "has no gemma3n.attention.sliding_window_pattern"),
+        ({"attention.shared_kv_layers": None}, "has no gemma3n.attention.shared_kv_layers"),
+        ({"altup.num_inputs": 3}, r"altup_proj.weight of shape \(3, 64, 64\) does not hold 2 matrices"),
+        ({"altup.num_inputs": 17}, "altup.num_inputs is '17', but must be a whole number from 2 to 16"),
+        ({"altup.active_idx": 4}, "altup.active_idx is '4', but must be a whole number from 0 to 3"),
+        (
+            {"activation_sparsity_scale": [1.0]},
+            "activation_sparsity_scale is '.*', but must be an array of 5",
+        ),
+        ({"feed_forward_length": [96, 96]}, "a whole number from 1 to 1048576, or one for each layer"),
+    ],
+)
+def test_keys_of_gemma3n_that_cannot_be_used_are_named(
+    changed: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.gguf"
+    with monkeypatch.context() as patch:
+        change_keys(patch, {f"gemma3n.{key}": value for key, value in changed.items()})
+        write_gguf(path, tiny_model("gemma3n_text"))
+    with pytest.raises(CheckpointError, match=message):
+        tensors_and_config(open_model(str(path)))
 
 
 @pytest.mark.parametrize(
@@ -289,7 +327,7 @@ def test_keys_of_gemma4_that_mean_another_model_are_named(
         change_keys(patch, {f"gemma4.{key}": value for key, value in changed.items()})
         write_gguf(path, tiny_model("gemma4_text"))
     with pytest.raises(CheckpointError, match=message):
-        tensors_and_config(open_model(str(path)), tmp_path)
+        tensors_and_config(open_model(str(path)))
 
 
 def change_keys(patch: pytest.MonkeyPatch, changed: dict[str, Any]) -> None:
@@ -327,7 +365,7 @@ def test_frequencies_that_are_not_gemma4s_are_refused(
         patch.setattr(gguf.GGUFWriter, "add_tensor", add_others)
         write_gguf(tmp_path / "model.gguf", tiny_model("gemma4_text"))
     with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is not what Gemma 4 has"):
-        tensors_and_config(open_model(str(tmp_path / "model.gguf")), tmp_path)
+        tensors_and_config(open_model(str(tmp_path / "model.gguf")))
 
 
 @pytest.mark.parametrize("family", REFUSED)

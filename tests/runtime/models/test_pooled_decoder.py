@@ -11,13 +11,16 @@ import torch
 import transformers
 from tests.support.models import DictWeights, build_model
 from tests.support.reference.backend import ReferenceBackend
-from tests.support.tiny_models import tiny_config, tiny_model
+from tests.support.tiny_models import tensors_of, tiny_config, tiny_model, with_tensors
 
+from teneral.loader.artifact import open_model
 from teneral.runtime.backends.describe import describe_model
 from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.errors import ContextLengthError, ModelError, RequestError
 from teneral.runtime.models import pooled_decoder
+from teneral.runtime.models.fields import Fields
+from teneral.runtime.models.pooling_config import logit_score_of
 
 BACKENDS = {"native": NativeBackend, "numpy": ReferenceBackend, "torch": TorchBackend}
 MODULES = [
@@ -212,6 +215,87 @@ def test_a_wrong_logit_score_is_refused_by_its_field(modules, logit_score, named
     with pytest.raises(ModelError, match=named):
         build_model(
             config_of(oracle), DictWeights(oracle.state_dict()), modules=modules, logit_score=logit_score
+        )
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_logits_of_the_head_of_a_gguf_file_are_a_score(kind, is_tied, tmp_path):
+    pytest.importorskip("gguf")
+    from tests.support.gguf_models import tensors_and_config, write_gguf  # which imports gguf
+
+    oracle = tiny_model("qwen3", hidden_size=256, intermediate_size=256, tie_word_embeddings=is_tied)
+    rounded = {name: each.bfloat16().float() for name, each in tensors_of(oracle).items()}
+    oracle = with_tensors(oracle, rounded)  # what is not quantised becomes bf16
+    meant = write_gguf(tmp_path / "model.gguf", oracle, kind)
+    source = open_model(str(tmp_path / "model.gguf"))
+    tensors, config = tensors_and_config(source)
+    config["dtype"] = config["torch_dtype"] = "float32"
+    tensors = {name: each.float() if each.dtype == torch.bfloat16 else each for name, each in tensors.items()}
+    model = build_model(
+        config,
+        DictWeights(tensors),
+        backends=[NativeBackend("float32")],
+        modules=LOGIT_SCORE,
+        logit_score={"true_token_id": 12, "false_token_id": 9},
+    )
+    texts = texts_of(3, 50)
+
+    scores = model.embed(texts)
+
+    oracle = with_tensors(oracle, meant)
+    with torch.no_grad():
+        logits = [oracle(input_ids=torch.tensor([text])).logits[0, -1].numpy() for text in texts]
+    atol = 1e-5 * max(100.0, *(float(np.abs(each).max()) for each in logits))
+    np.testing.assert_allclose(scores, [[each[12] - each[9]] for each in logits], atol=atol, rtol=1e-3)
+
+
+BPE = {"model": {"vocab": {"no": 9, "yes": 12}}, "added_tokens": [{"id": 13, "content": "<yes>"}]}
+UNIGRAM = {"model": {"vocab": [["<unk>", 0.0], ["no", -1.0], ["yes", -2.0]]}}
+QWEN = {"is_original_qwen3_reranker": True}
+
+
+@pytest.mark.parametrize(
+    ("keys", "tokenizer", "right"),
+    [
+        ({"classifier_from_token": ["no", "yes"], **QWEN}, BPE, (12, 9)),
+        ({"classifier_from_token": ["no", "yes"], "method": "from_2_way_softmax"}, UNIGRAM, (2, 1)),
+        ({"classifier_from_token": ["<yes>"]}, BPE, (13, None)),
+    ],
+)
+def test_tokens_of_the_config_classify_as_in_vllm(keys, tokenizer, right):
+    oracle = tiny_model("qwen3")
+    config = config_of(oracle) | {"architectures": ["Qwen3ForSequenceClassification"], **keys}
+    model = build_model(
+        config, DictWeights(oracle.state_dict()), logit_score=logit_score_of(Fields(config), tokenizer)
+    )
+    tokens = model.config.score_tokens
+    assert (tokens.true, tokens.false, model.config.labels) == (*right, ("LABEL_0",))
+
+
+@pytest.mark.parametrize(
+    ("keys", "tokenizer", "named"),
+    [
+        ({"classifier_from_token": ["no", "yes"]}, BPE, "one token, or two with a method"),
+        ({"classifier_from_token": ["yes"], **QWEN}, BPE, "one token, or two with a method"),
+        (
+            {"classifier_from_token": "yes"},
+            BPE,
+            "classifier_from_token is 'yes', but must be a list of strings",
+        ),
+        ({"classifier_from_token": ["yes"], "method": "max"}, BPE, "method"),
+        ({"classifier_from_token": ["maybe"]}, BPE, "tokenizer.json has no token 'maybe'"),
+        ({"classifier_from_token": ["yes"]}, {"model": []}, "no vocabulary"),
+        ({"classifier_from_token": ["yes"]}, {"model": {"vocab": {"yes": 320}}}, "true_token_id"),
+        ({"classifier_from_token": ["yes"]}, None, "there is no tokenizer.json"),
+    ],
+)
+def test_tokens_of_the_config_that_cannot_be_used_are_named(keys, tokenizer, named):
+    oracle = tiny_model("qwen3")
+    config = config_of(oracle) | {"architectures": ["Qwen3ForSequenceClassification"], **keys}
+    with pytest.raises(ModelError, match=named):
+        build_model(
+            config, DictWeights(oracle.state_dict()), logit_score=logit_score_of(Fields(config), tokenizer)
         )
 
 

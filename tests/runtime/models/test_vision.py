@@ -67,7 +67,8 @@ def oracle_rows(model: Any, tiles: np.ndarray) -> np.ndarray:
     return torch.cat([torch.cat(list(each)) for each in features], dim=1).float().numpy()
 
 
-@pytest.mark.parametrize("family", VISION_FAMILY_MODULES)
+# Of LLaVA-NeXT an image is a grid: `test_llava.py`.
+@pytest.mark.parametrize("family", [each for each in VISION_FAMILY_MODULES if each != "llava_next"])
 def test_rows_of_images_are_those_of_transformers(family: str) -> None:
     model = tiny_vision_model(family)
     decoder, tiles = ours(model), random_tiles(3)
@@ -88,7 +89,7 @@ def test_rows_of_towers_of_other_shapes(vision: dict[str, Any]) -> None:
     np.testing.assert_allclose(rows_of(ours(model), tiles), oracle_rows(model, tiles), atol=2e-4)
 
 
-@pytest.mark.parametrize("family", ["smolvlm", "llava_onevision", "gemma3", *DYNAMIC])
+@pytest.mark.parametrize("family", ["smolvlm", "llava", "llava_onevision", "gemma3", *DYNAMIC])
 def test_rows_in_bf16_are_near_those_of_transformers(family: str) -> None:
     model = tiny_vision_model(family, dtype=torch.bfloat16)
     tiles = random_tiles(2)
@@ -220,19 +221,6 @@ def test_logits_of_gemma4_are_those_of_transformers(variant: str) -> None:
         for first, end in zip((0, *ends), ends, strict=False)
     ]
     assert (np.concatenate(parts) == whole).all()
-
-
-@pytest.mark.parametrize("family", ["llava_onevision", "gemma3", "gemma4", "qwen3_vl"])
-def test_files_without_the_towers_tensors_are_served_as_text(family: str) -> None:
-    model, tokens = tiny_vision_model(family), list(range(20))
-    tensors, config = tensors_of(model), config_json(model)
-    text = {
-        name: each for name, each in tensors.items() if "vision_tower." not in name and ".visual." not in name
-    }
-    decoder = build_model(config, DictWeights(text))
-    assert (decoder.vision, decoder.spec.takes_images) == (None, False)
-    logits = Stepper(decoder).step({"a": tokens})["a"]
-    assert torch.equal(logits, Stepper(ours(model)).step({"a": tokens})["a"])
 
 
 def test_rows_of_a_tile_depend_on_no_other() -> None:
@@ -452,6 +440,8 @@ PACKED: dict[str, dict[str, Any]] = {
     ("family", "kind"),
     [
         *(("idefics3", kind) for kind in PACKED),
+        ("llava", "tiers"),
+        ("llava_next", "int4"),
         ("llava_onevision", "tiers"),
         ("llava_onevision", "int4"),
         ("gemma3", "tiers"),

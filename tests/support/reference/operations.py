@@ -236,6 +236,8 @@ def _activation(x: Floats, activation: Activation) -> Floats:
         case Activation.GELU_TANH:
             inner = (x + np.float32(0.044715) * (x * x * x)) * np.float32(math.sqrt(2.0 / math.pi))
             result = x / (one + np.exp(-2.0 * inner))
+        case Activation.GELU_QUICK:
+            result = x / (one + np.exp(np.float32(-1.702) * x))
         case Activation.RELU:
             result = np.maximum(x, np.float32(0.0))
         case Activation.RELU2:

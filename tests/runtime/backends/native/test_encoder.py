@@ -21,7 +21,8 @@ from tests.support.vision_models import PLAIN_LEVELS, oracle_inputs, random_tile
 from teneral.runtime.backends.native.encoder import NativeEncoder, refusal
 from teneral.runtime.backends.native.vision import NativeVision
 from teneral.runtime.models.decoder_config import DecoderConfig
-from teneral.runtime.models.vision import VisionTower, spec_of, take_vision
+from teneral.runtime.models.vision import VisionTower, spec_of
+from teneral.runtime.models.vision_tensors import take_vision
 from teneral.runtime.tensors import DType
 
 TORCH = {DType.BF16: torch.bfloat16, DType.F32: torch.float32}

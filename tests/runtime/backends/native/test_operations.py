@@ -79,6 +79,7 @@ def test_activations_are_exact_to_some_ulp_of_what_they_are_made_of(isa, activat
         Activation.GELU_TANH: lambda: (
             wide / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
         ),
+        Activation.GELU_QUICK: lambda: wide / (1 + np.exp(-1.702 * wide)),
         Activation.RELU: lambda: np.maximum(wide, 0),
         Activation.RELU2: lambda: np.maximum(wide, 0) ** 2,
     }[activation]()

@@ -98,7 +98,7 @@ class SoundLines:
         self._version: str | None = None  # of the lines
 
     def stat(self, name: str) -> ObjectInfo:
-        """As it is now. Raises `UsageError` for a folder without files of sound."""
+        """The lines of the files as they are now. Raises `UsageError` for a folder without files of sound."""
         found = [self._source.stat(self._name)] if self._name else list(self._found())
         self._lines = b"".join(map(self._line, found))
         self._version = found[0].version if self._name else hashlib.sha256(self._lines).hexdigest()

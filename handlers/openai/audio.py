@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -20,7 +20,7 @@ from ..http.json_bodies import encode
 from ..http.service import CALL, Service
 from ..http.sse import EventStream, Framing, complete
 from .responses import Transcription
-from .scribe import MAX_SEED, Scribe, ScribeOptions, Transcript
+from .scribe import MAX_SEED, Scribe, ScribeOptions, Transcript, WindowAnswer
 
 if TYPE_CHECKING:
     from ...runtime.speech.features import Spectrogram
@@ -50,6 +50,7 @@ class AudioRequest(Struct, frozen=True):
     file: memoryview
     model: str | None
     response_format: str
+    granularities: frozenset[str]
     stream: bool
     options: ScribeOptions
 
@@ -58,15 +59,14 @@ class AudioRequest(Struct, frozen=True):
         """Raises `RequestError`, naming the field."""
         known = (*_FIELDS, *(_OF_TRANSCRIPTIONS if task == _TRANSCRIBE else ()))
         given: dict[str, FormField] = {}
+        granularities: set[str] = set()
         for each in fields:
             if each.name not in known:
                 raise RequestError(f"unknown field {each.name[:100]!r}", param=each.name[:100])
             if each.name in _GRANULARITIES:
-                if each.text != "segment":
-                    raise RequestError(
-                        "timestamp_granularities[] must be segment: times of words are not supported",
-                        param="timestamp_granularities[]",
-                    )
+                granularities.add(
+                    _choice({_GRANULARITIES[0]: each.text}, _GRANULARITIES[0], ("segment", "word"))
+                )
             elif each.name in given:
                 raise RequestError(f"the form has {each.name} twice", param=each.name)
             given[each.name] = each
@@ -80,11 +80,17 @@ class AudioRequest(Struct, frozen=True):
                 f"a stream's response_format must be one of {', '.join(STREAMED_FORMATS)}",
                 param="response_format",
             )
-        options = _options(texts, task, response_format)
-        return cls(given["file"].content, texts.get("model") or None, response_format, stream, options)
+        has_words = "word" in granularities
+        if has_words and response_format != "verbose_json":
+            raise RequestError(
+                "times of words need the response_format verbose_json", param=_GRANULARITIES[0]
+            )
+        options = _options(texts, task, response_format, has_words=has_words)
+        kinds = frozenset(granularities or {"segment"})
+        return cls(given["file"].content, texts.get("model") or None, response_format, kinds, stream, options)
 
 
-def _options(texts: Mapping[str, str], task: str, response_format: str) -> ScribeOptions:
+def _options(texts: Mapping[str, str], task: str, response_format: str, *, has_words: bool) -> ScribeOptions:
     prompt = texts.get("prompt", "")
     if len(prompt) > MAX_PROMPT_CHARS:
         raise RequestError(f"prompt may have {MAX_PROMPT_CHARS} characters", param="prompt")
@@ -94,6 +100,7 @@ def _options(texts: Mapping[str, str], task: str, response_format: str) -> Scrib
         prompt=prompt,
         has_times=response_format in ("srt", "verbose_json", "vtt"),
         needs_no_speech=response_format == "verbose_json",
+        has_words=has_words,
         temperature=_number(texts, "temperature", 0, 1, 0.0),
         thresholds=_thresholds(texts),
         condition_on_prev_tokens=_flag(texts, "condition_on_prev_tokens"),
@@ -185,7 +192,7 @@ class AudioRoutes:
                     return await _streamed(service, request, scribe)
                 async for _ in scribe.windows():
                     pass
-        return _response(asked.response_format, scribe.transcript)
+        return _response(asked, scribe.transcript)
 
 
 def _spectrogram(file: memoryview, settings: SpeechSettings) -> tuple[Spectrogram, float]:
@@ -216,35 +223,46 @@ async def _streamed(service: Service, request: web.Request, scribe: Scribe) -> w
         return await complete(stream, CALL.get(), send(stream))
 
 
-def _response(response_format: str, transcript: Transcript) -> web.Response:
+def _response(asked: AudioRequest, transcript: Transcript) -> web.Response:
+    response_format = asked.response_format
     if response_format in ("json", "verbose_json"):
-        body = Transcription(transcript.text) if response_format == "json" else _verbose(transcript)
+        is_short = response_format == "json"
+        body = Transcription(transcript.text) if is_short else _verbose(transcript, asked.granularities)
         return web.Response(body=encode(body), content_type="application/json")
     make = {"text": lambda made: made.text + "\n", "srt": _srt, "vtt": _vtt}[response_format]
     return web.Response(text=make(transcript), content_type=_MEDIA[response_format], charset="utf-8")
 
 
-def _verbose(transcript: Transcript) -> Mapping[str, Any]:
-    return {
+def _verbose(transcript: Transcript, granularities: Container[str]) -> Mapping[str, Any]:
+    body: dict[str, Any] = {
         "task": transcript.task,
         "language": transcript.language,
         "duration": round(transcript.duration_s, 3),
         "text": transcript.text,
-        "segments": [
-            {
-                "id": number,
-                "seek": each.segment.first_column,
-                "start": round(each.segment.start_s, 3),
-                "end": round(each.segment.end_s, 3),
-                "text": each.text,
-                "tokens": list(each.segment.tokens),
-                "temperature": each.window.temperature,
-                "avg_logprob": each.window.mean_logprob,
-                "compression_ratio": each.window.compression_ratio,
-                "no_speech_prob": each.window.no_speech_prob,
-            }
-            for number, each in enumerate(transcript.answers)
-        ],
+    }
+    if "segment" in granularities:
+        body["segments"] = [_segment(number, each) for number, each in enumerate(transcript.answers)]
+    if "word" in granularities:
+        body["words"] = [
+            {"word": each.text, "start": round(each.start_s, 2), "end": round(each.end_s, 2)}
+            for each in transcript.words
+        ]
+    return body
+
+
+def _segment(number: int, answer: WindowAnswer) -> Mapping[str, Any]:
+    segment, window = answer.segment, answer.window
+    return {
+        "id": number,
+        "seek": segment.first_column,
+        "start": round(segment.start_s, 3),
+        "end": round(segment.end_s, 3),
+        "text": answer.text,
+        "tokens": list(segment.tokens),
+        "temperature": window.temperature,
+        "avg_logprob": window.mean_logprob,
+        "compression_ratio": window.compression_ratio,
+        "no_speech_prob": window.no_speech_prob,
     }
 
 

@@ -49,7 +49,9 @@ _TRANSLATION: Schema = {
         "stream": {"type": "boolean"},
         "condition_on_prev_tokens": {"type": "boolean"},
         **{
-            f"{name}_threshold": {"anyOf": [{"type": "number", "minimum": low, "maximum": high}, {"const": "none"}]}
+            f"{name}_threshold": {
+                "anyOf": [{"type": "number", "minimum": low, "maximum": high}, {"const": "none"}]
+            }
             for name, low, high in (("logprob", -100, 0), ("compression_ratio", 0, 1000), ("no_speech", 0, 1))
         },
         "teneral[priority]": {"enum": ["interactive", "batch"]},
@@ -60,7 +62,7 @@ _TRANSCRIPTION: Schema = {
     "properties": {
         **_TRANSLATION["properties"],
         "language": {"type": "string", "description": "such as en; without it, the likeliest one"},
-        "timestamp_granularities[]": {"type": "array", "items": {"enum": ["segment"]}},
+        "timestamp_granularities[]": {"type": "array", "items": {"enum": ["segment", "word"]}},
     },
 }
 _PAIRS = {"text_1": "Which insects fly?", "text_2": ["A dragonfly", "A stone"]}

@@ -8,6 +8,7 @@ import hashlib
 import math
 import secrets
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
@@ -20,6 +21,7 @@ from ...runtime.speech.fallback import (
     Thresholds,
     compression_ratio_of,
 )
+from ...runtime.speech.windows import COLUMNS_PER_TIME, S_PER_TIME
 from ...runtime.step.requests import GenerationRequest, Priority, SamplingParams
 from ..http.service import CALL, Service
 from .generation import RequestSequences, SequenceOutcome
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from ...runtime.speech.features import Spectrogram
     from ...runtime.speech.settings import SpeechSettings
     from ...runtime.speech.windows import SpokenSegment
+    from ...runtime.speech.words import SpokenWord
+    from ...runtime.step.images import SoundAttention
     from ...runtime.text.tokenizer import TextTokenizer
 
 MAX_SEED = (1 << 63) - 1
@@ -42,6 +46,7 @@ class ScribeOptions(Struct, frozen=True):
     prompt: str = ""
     has_times: bool = False
     needs_no_speech: bool = False  # the answer has its probability
+    has_words: bool = False  # with times of their own
     temperature: float = 0.0  # 0: `TEMPERATURES`, as `thresholds` ask for them
     thresholds: Thresholds = Thresholds()
     condition_on_prev_tokens: bool = False  # texts so far are the prompt of a window
@@ -50,9 +55,10 @@ class ScribeOptions(Struct, frozen=True):
 
 
 class WindowText(Struct, frozen=True):
-    """What was generated for a window, and what decides about it."""
+    """A window's tokens, and what decides about them."""
 
     tokens: tuple[int, ...]  # before the end token
+    is_whole: bool  # there was one
     temperature: float
     mean_logprob: float  # of the tokens, with the end token, among those that may come next
     compression_ratio: float
@@ -72,6 +78,7 @@ class Transcript(Struct):
     language: str
     duration_s: float
     answers: list[WindowAnswer] = field(default_factory=list)
+    words: list[SpokenWord] = field(default_factory=list)  # with `ScribeOptions.has_words`
 
     @property
     def text(self) -> str:
@@ -108,6 +115,11 @@ class Scribe:
     async def windows(self) -> AsyncIterator[str]:
         """The text after each window; `transcript` has all of it at the end. Raises the engine's errors."""
         settings, options = self._settings, self._options
+        if options.has_words and not settings.alignment_heads:
+            raise RequestError(
+                "the model's generation_config.json has no alignment_heads, which times of words need",
+                param="timestamp_granularities[]",
+            )
         language = await self._language()
         try:
             beginning = settings.beginning(language, options.task, has_times=self._has_times)
@@ -166,8 +178,8 @@ class Scribe:
         """Write down a window; returns how many columns the next one begins behind it."""
         from ...runtime.speech.windows import prompt_of, segments_of
 
-        times_from = self._settings.times_from
-        made, is_silent = await self._accepted(first, self._before(), beginning)
+        times_from, before = self._settings.times_from, self._before()
+        made, is_silent = await self._accepted(first, before, beginning)
         is_cool = made.temperature < MAX_PROMPT_TEMPERATURE
         self._continues = self._options.condition_on_prev_tokens and is_cool
         if is_silent:
@@ -177,8 +189,49 @@ class Scribe:
         self.transcript.answers += [
             WindowAnswer(segment, text, made) for segment, text in zip(segments, texts, strict=True)
         ]
+        if self._options.has_words:
+            await self._add_words(made, segments, [*before, *beginning], num_columns)
         self._previous = (self._previous + prompt_of(segments, times_from))[-self._max_prompt :]
         return max(step, 1)
+
+    async def _add_words(
+        self, made: WindowText, segments: Sequence[SpokenSegment], beginning: list[int], num_columns: int
+    ) -> None:
+        """Put the words of a window's segments to the transcript. Its text is computed once more for them."""
+        from ...runtime.step.images import SoundAttention
+
+        tokens = made.tokens if made.is_whole else made.tokens[:-1]
+        if not tokens:
+            return
+        settings, first = self._settings, segments[0].first_column
+        num_rows = len(beginning) + len(tokens)
+        attention = SoundAttention(settings.alignment_heads, settings.num_places, num_rows)
+        greedy = SamplingParams(temperature=0)
+        await self._generate(first, [*beginning, *tokens], greedy, max_tokens=1, attention=attention)
+        # Of the sound itself, without the silence behind it.
+        num_heard = math.ceil(self.transcript.duration_s / S_PER_TIME * COLUMNS_PER_TIME - 1e-6) - first
+        num_places = max(1, min(num_columns, num_heard) // COLUMNS_PER_TIME)
+        aligned = partial(self._aligned, attention, segments, len(beginning), num_places)
+        self.transcript.words += await self._service.text_threads.run(num_rows * num_places, aligned)
+
+    def _aligned(
+        self, attention: SoundAttention, segments: Sequence[SpokenSegment], num_skipped: int, num_places: int
+    ) -> list[SpokenWord]:
+        """The words, by the attention of the tokens behind the first ones."""
+        from ...runtime.speech.words import token_ends, words_of
+
+        settings = self._settings
+        shares = (each[num_skipped:] for each in attention.shares())
+        places = token_ends(shares, num_places, settings.filter_width)
+        begin_s = segments[0].first_column / COLUMNS_PER_TIME * S_PER_TIME
+        ends = [begin_s, *(begin_s + place * S_PER_TIME for place in places)]
+        ends.append(ends[-1])  # of a last token without attention of its own
+        words, at = [], 0
+        for segment in segments:
+            own = ends[at : at + len(segment.tokens) + 1]
+            words += words_of(segment, own, settings.times_from, self._text_of, self.transcript.language)
+            at += len(segment.tokens)
+        return words
 
     async def _accepted(self, first: int, before: list[int], beginning: list[int]) -> tuple[WindowText, bool]:
         """The window's text, and whether it is silence."""
@@ -213,7 +266,11 @@ class Scribe:
         tokens = tuple(token for token in outcome.tokens if token != settings.end)
         text = await self._service.text_threads.run(len(tokens), self._text_of, tokens)
         return WindowText(
-            tokens, temperature, sum(logprobs) / max(1, len(logprobs)), compression_ratio_of(text.strip())
+            tokens,
+            len(tokens) < len(outcome.tokens),
+            temperature,
+            sum(logprobs) / max(1, len(logprobs)),
+            compression_ratio_of(text.strip()),
         )
 
     def _seed(self) -> int | None:
@@ -239,7 +296,13 @@ class Scribe:
         return self._tokenizer.decode([token for token in tokens if token < self._settings.times_from])
 
     async def _generate(
-        self, first: int, beginning: Sequence[int], sampling: SamplingParams, **more: Any
+        self,
+        first: int,
+        beginning: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        attention: SoundAttention | None = None,
+        **more: Any,
     ) -> SequenceOutcome:
         """The model's tokens behind the window that begins with this column, and these tokens."""
         import numpy as np  # few servers need it here
@@ -257,7 +320,7 @@ class Scribe:
             self._id,
             prompt,
             sampling=sampling,
-            images=(PromptImage(digest, window, np.zeros((0, 0), np.float32), places),),
+            images=(PromptImage(digest, window, np.zeros((0, 0), np.float32), places, attention=attention),),
             priority=self._options.priority,
             **more,
         )

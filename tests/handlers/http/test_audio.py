@@ -23,6 +23,8 @@ from tests.support.speech_models import (
 )
 
 from teneral.handlers.openai import scribe
+from teneral.runtime.speech.windows import SpokenSegment
+from teneral.runtime.speech.words import words_of
 
 # Random weights are unlikely to be sure of a text.
 NO_THRESHOLDS = {f"{name}_threshold": "none" for name in ("logprob", "compression_ratio", "no_speech")}
@@ -186,6 +188,48 @@ async def test_texts_so_far_precede_a_window_on_request(server: Any, speech: Any
             assert own_segments(answer) == expected
 
 
+@pytest.mark.parametrize("seconds", [0.9, 3.7])
+async def test_times_of_words_are_those_of_transformers(server: Any, speech: Any, seconds: float) -> None:
+    num_compared = 0
+    for seed in range(3):
+        sound, features = noise(seconds, seed=seed), features_of(noise(seconds, seed=seed))
+        form = {"language": "en", "response_format": "verbose_json"}
+        both = {"timestamp_granularities[]": "word", "timestamp_granularities": "segment"}
+        answer = json_of(await send(server, sound, **form, **both))
+        num_frames = min(features.shape[-1], round(seconds * 100))
+        mask = (torch.arange(features.shape[-1]) < num_frames)[None].long()
+        with torch.no_grad():
+            made = speech[1].model.generate(
+                features,
+                attention_mask=mask,
+                language="en",
+                task="transcribe",
+                return_timestamps=True,
+                return_token_timestamps=True,
+                return_segments=True,
+                time_precision=0.02,
+            )
+        words = iter((each["word"], each["start"], each["end"]) for each in answer["words"])
+        for own, each in zip(answer["segments"], made["segments"][0], strict=True):
+            segment = SpokenSegment(0, 0, tuple(each["tokens"].tolist()), 0)
+            ends = [0.0, *each["token_timestamps"].tolist(), 0.0]
+            expected = words_of(segment, ends, TIMES_FROM, speech[1].text_of, "en")
+            found = [next(words) for _ in expected]
+            # transformers counts places from the end where a window has less than one of the sound.
+            if num_frames - own["seek"] >= 2:
+                assert found == [(text, round(start, 2), round(end, 2)) for text, start, end in expected]
+                num_compared += len(found)
+        assert next(words, None) is None
+    assert num_compared > 3
+
+
+async def test_words_come_without_segments(server: Any) -> None:
+    fields = {"language": "en", "response_format": "verbose_json", "timestamp_granularities[]": "word"}
+    answer = json_of(await send(server, noise(0.9, seed=5), **fields))
+    assert "segments" not in answer
+    assert all(0 <= word["start"] <= word["end"] <= 1 for word in answer["words"])
+
+
 async def test_silent_windows_are_dropped_as_by_transformers(
     server: Any, speech: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,7 +335,8 @@ def error_of(answer: Any) -> Any:
         ({"seed": "-1"}, "seed", "a whole number from 0"),
         ({"seed": "9" * 19}, "seed", "a whole number from 0"),
         ({"teneral[priority]": "high"}, "teneral[priority]", "one of interactive, batch"),
-        ({"timestamp_granularities[]": "word"}, "timestamp_granularities[]", "must be segment"),
+        ({"timestamp_granularities[]": "word"}, "timestamp_granularities[]", "verbose_json"),
+        ({"timestamp_granularities[]": "line"}, "timestamp_granularities[]", "one of segment, word"),
         ({"chunking_strategy": "auto"}, "chunking_strategy", "unknown field"),
         ({"prompt": "x" * 9_000}, "prompt", "8192 characters"),
         ({"prompt": "<|start|>"}, "prompt", "special tokens"),

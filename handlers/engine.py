@@ -31,7 +31,7 @@ Messages = Sequence[Mapping[str, Any]]
 # Of a process that Teneral runs itself.
 PROCESS_SETTINGS = frozenset({
     "host", "port", "health_port", "platform", "log_format", "log_level", "lambda_streaming", "standby",
-    "standby_socket", "batch_output", "batch_answers",
+    "standby_socket", "batch_output", "batch_answers", "batch_audio",
 })  # fmt: skip
 # Of HTTP requests.
 HTTP_SETTINGS = frozenset({

@@ -789,6 +789,8 @@ typedef struct tn_decoder_step_args {
     int64_t *chosen;          /* with TN_UP_TO_ROUTER: gets (num_rows, num_experts_used), ascending; else NULL */
     const float *query_scales; /* as in tn_heads_args, of layers that say so */
     const void *layer_inputs; /* (num_rows, num_layers, layer_input_size), where layers have inputs */
+    void *cross_queries;      /* gets (end - first, num_rows, num_heads * head_dim): the queries of the attention over the
+                               * sources, with source_len; or NULL */
     int64_t num_spans;
     int64_t num_rows;
     int64_t first;

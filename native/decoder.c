@@ -568,9 +568,19 @@ static void laurel_stages(const step_t *step, const tn_decoder_layer *layer, tn_
 }
 
 /* Attention over the sources, of what `normed` holds; then that holds the output. */
-static void cross_stages(const step_t *step, const tn_decoder_layer *layer, tn_region *region) {
+static void cross_stages(const step_t *step, const tn_decoder_layer *layer, int64_t index, tn_region *region) {
+    const tn_decoder_step_args *args = step->args;
     const tn_adapted none = {0};
+    const int64_t num = layer->cross_query.num_out;
+    const int dtype = args->model->dtype;
     project_stage(step, &layer->cross_query, &none, step->normed, step->heads, region);
+    if (args->cross_queries != NULL) {
+        EACH_ROW(region, args->num_rows) {
+            void *kept = element_at(args->cross_queries, dtype, ((index - args->first) * args->num_rows + row) * num);
+            memcpy(kept, element_at(step->heads, dtype, row * num), (size_t)(num * element_bytes(dtype)));
+        }
+        tn_barrier(region);
+    }
     attend_stage(step, layer, step->heads, layer->cross_query.num_out, step->attended, 0, step->args->model->source_len,
                  region);
     project_stage(step, &layer->cross_output, &none, step->attended, step->normed, region);
@@ -622,7 +632,7 @@ static void mixer_stages(const step_t *step, int64_t index, norm_t next, tn_regi
     if (attends && has_mamba) sum_stage(step, region);
     if (layer->cross_query.num_parts) {
         residual_stage(step, own, model->residual_scale, NULL, cross_norm(layer), region);
-        cross_stages(step, layer, region);
+        cross_stages(step, layer, index, region);
     }
     if (!has_mlp(layer)) {
         last_stages(step, index, own, model->residual_scale, next, region);

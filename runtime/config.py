@@ -19,6 +19,7 @@ from .setting import (
     choice,
     group,
     integer,
+    json_object,
     names,
     parse_bytes,
     seconds,
@@ -396,6 +397,12 @@ class ServeConfig(Settings):
         template("queue", "id", required="id"),
         "where the answers to single requests from a queue go: s3://answers/{queue}/{id}.json",
         metavar="ADDRESS",
+    )
+    batch_audio: str | None = setting(
+        None,
+        json_object,
+        """fields of the requests that jobs make of files of sound: {"response_format": "verbose_json"}""",
+        metavar="JSON",
     )
     group("requests and shutdown")
     max_body_bytes: int = setting(8 << 20, parse_bytes, "largest request body", metavar="SIZE")

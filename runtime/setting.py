@@ -112,6 +112,19 @@ def parse_bytes(value: Any) -> int:
     raise ValueError("must be a size such as 512MiB, 2GB or a number of bytes")
 
 
+def json_object(value: Any) -> str:
+    """Of an object or its JSON; the same text for the same fields."""
+    import json  # few configurations have such a setting
+
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+        if isinstance(found, dict):
+            return json.dumps(found, sort_keys=True, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
+        pass
+    raise ValueError('must be an object of JSON, such as {"language": "en"}')
+
+
 def choice(*allowed: str) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
         if value not in allowed:

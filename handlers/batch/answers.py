@@ -2,8 +2,8 @@
 
 Requests in OpenAI's form go through the HTTP API's own routes, inside this process, so that they
 are answered as by a server, in the form of OpenAI's batch output; plain requests go to the model as
-a handler's do, and become small flat records. A record is one line of JSON, which shows whether it
-is an error.
+a handler's do, and become small flat records; files of sound go through the routes, too. A record is one line of
+JSON, which shows whether it is an error.
 
 A line refused by an overloaded instance is retried with growing delays. After an error of the
 instance, the line is retried without other failed lines in parallel: a line that breaks the model
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import aiohttp
 import msgspec
 
-from ...loader.errors import TeneralError
+from ...loader.errors import AccessDeniedError, ChangedError, NotFoundError, TeneralError
 from ...runtime.errors import (
     WEIGHTS_LOST,
     CapacityError,
@@ -41,7 +41,8 @@ from ..function.context import Context
 from ..function.options import check_options
 from ..http.keys import parse_keys
 from .index import JobIndex
-from .input import Embed, Generate, Line, LineProblem, RouteCall
+from .input import TRANSCRIPTIONS, Embed, Generate, Line, LineProblem, RouteCall, Transcribe
+from .sounds import SILENCE, Files
 from .spec import ModelBrokenError
 
 if TYPE_CHECKING:
@@ -53,16 +54,29 @@ if TYPE_CHECKING:
 
 # The job as a whole may have a deadline.
 REQUEST_TIMEOUT_S = 86_400.0
+MAX_FILES_HELD = 4  # in memory, each until its answer is there
 
 
 class Answers:
     """The answers of one job. Lives on one event loop."""
 
-    def __init__(self, host: Instance, session: aiohttp.ClientSession, index: JobIndex) -> None:
+    def __init__(
+        self,
+        host: Instance,
+        session: aiohttp.ClientSession,
+        index: JobIndex,
+        *,
+        files: Files | None = None,
+        max_file_bytes: int = 0,
+    ) -> None:
+        """`files` are those that lines may name; None: none."""
         self._host = host
         self._session = session
         self._index = index
-        self._headers = {"Content-Type": "application/json"}
+        self._files = files
+        self._max_file_bytes = max_file_bytes
+        self._files_held = asyncio.Semaphore(MAX_FILES_HELD)
+        self._headers: dict[str, str] = {}
         if host.config.api_key is not None:
             self._headers["Authorization"] = f"Bearer {parse_keys(host.config.api_key)[0]}"
         self._retrier = LineRetrier(host, self._probe)
@@ -78,6 +92,9 @@ class Answers:
                 return await self._plain(line, lambda: self._generate(line, request))
             case Embed() as text:
                 return await self._plain(line, lambda: self._embed(line, text))
+            case Transcribe() as sound:
+                async with self._files_held:
+                    return await self._transcribe(line, sound)
 
     async def embed(self, lines: Sequence[Line]) -> list[Record]:
         """The records of lines to embed: in one call, or after an error, one by one."""
@@ -110,14 +127,36 @@ class Answers:
 
     async def _call(self, line: Line, call: RouteCall) -> Record:
         body = msgspec.json.encode(self._with_defaults(line, call))
+        return await self._post(line, call.url, lambda: body, {"Content-Type": "application/json"})
+
+    async def _transcribe(self, line: Line, request: Transcribe) -> Record:
+        files = self._files
+        if files is None:
+            return self._failed(line, LineProblem("invalid_request", "files are answered in jobs alone"))
+        read = partial(files.read, request.file, request.version, max_bytes=self._max_file_bytes)
+        try:
+            sound = await asyncio.to_thread(read)
+        except (NotFoundError, AccessDeniedError, RequestError, ChangedError) as error:
+            if isinstance(error, ChangedError) and files.are_input:
+                raise
+            return self._failed(line, LineProblem("unreadable_file", error.message))
+        given = dict(request.fields)
+        defaults = {"seed": str(self._index.seed(line.number)), "teneral[priority]": str(Priority.BATCH)}
+        more = [(name, value) for name, value in defaults.items() if name not in given]
+        return await self._post(line, request.url, lambda: _form(sound, [*request.fields, *more]), {})
+
+    async def _post(
+        self, line: Line, url: str, make_data: Callable[[], bytes | aiohttp.FormData], more: dict[str, str]
+    ) -> Record:
+        """The record of the route's answer. `make_data` is called for each try."""
         record_id = self._index.record_id(line.number)
-        headers = {**self._headers, "x-request-id": f"req_{record_id}"}
+        headers = {**self._headers, **more, "x-request-id": f"req_{record_id}"}
         status, answer = 0, b""
 
         async def post() -> None:
             nonlocal status, answer
             try:
-                async with self._session.post(call.url, data=body, headers=headers) as response:
+                async with self._session.post(url, data=make_data(), headers=headers) as response:
                     status, answer = response.status, await response.read()
             except aiohttp.ClientError as error:
                 raise ModelError(f"the instance did not answer: {error}") from error
@@ -132,7 +171,8 @@ class Answers:
         except LineError as fault:
             if not answer:
                 return self._failed(line, _problem_of(fault.error))
-        return answered_call(line, record_id, status, answer)
+        answered = answered_call if line.is_openai else transcribed
+        return answered(line, record_id, status, answer)
 
     def _with_defaults(self, line: Line, call: RouteCall) -> dict[str, object]:
         """The body with a default seed and the priority of batch work."""
@@ -152,10 +192,21 @@ class Answers:
         """A request that the model can always answer."""
         model = Context(self._host, request_id="batch-probe").model
         engine = self._host.engine
+        if self._takes_sound():
+            data = _form(SILENCE, [("teneral[priority]", str(Priority.BATCH))])
+            async with self._session.post(TRANSCRIPTIONS, data=data, headers=self._headers) as response:
+                if response.status != 200:
+                    raise ModelError(f"the instance answered {response.status}")
+            return
         if engine.done() and engine.exception() is not None:
             await model.aembed(["a"])
         else:
             await model.agenerate("a", max_tokens=1, priority="batch")
+
+    def _takes_sound(self) -> bool:
+        tokenizer = self._host.tokenizer
+        is_there = tokenizer.done() and tokenizer.exception() is None
+        return is_there and tokenizer.result().speech is not None
 
     def _context(self, line: Line) -> Context:
         return Context(self._host, request_id=f"batch-{self._index.record_id(line.number)}")
@@ -176,8 +227,10 @@ def _problem_of(error: TeneralError) -> LineProblem:
 
 
 @asynccontextmanager
-async def answering(host: Instance, index: JobIndex, *, window: int) -> AsyncIterator[Answers]:
-    """Answer requests inside this context. The instance may still be loading."""
+async def answering(
+    host: Instance, index: JobIndex, *, window: int, files: Files | None = None
+) -> AsyncIterator[Answers]:
+    """Answer requests inside this context; lines may name `files`. The instance may still be loading."""
     # A web server, which a job of plain lines does not need.
     from ..http.application import make_application
     from ..http.limits import Limits
@@ -197,7 +250,7 @@ async def answering(host: Instance, index: JobIndex, *, window: int) -> AsyncIte
     )
     app = make_application(host, lambda service: web_routes(ROUTES, partial(later, service)), limits=limits)
     async with serving_inside(app) as session:
-        yield Answers(host, session, index)
+        yield Answers(host, session, index, files=files, max_file_bytes=max_body_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +286,23 @@ def answered_call(line: Line, record_id: str, status: int, body: bytes) -> Recor
         is_failed=status != 200,
         num_tokens=usage.completion_tokens if usage is not None else 0,
     )
+
+
+def transcribed(line: Line, record_id: str, status: int, body: bytes) -> Record:
+    """The flat record of a transcript's JSON, or of its error's."""
+    fields: dict[str, Any] = msgspec.json.decode(body)
+    if status != 200:
+        error = fields["error"]
+        return failed(line, record_id, LineProblem(error.get("code") or "invalid_request", error["message"]))
+    return Record(_line({"custom_id": line.custom_id, **fields}), is_failed=False)
+
+
+def _form(sound: bytes, fields: Sequence[tuple[str, str]]) -> aiohttp.FormData:
+    form = aiohttp.FormData()
+    form.add_field("file", sound, filename="sound", content_type="application/octet-stream")
+    for name, value in fields:
+        form.add_field(name, value)
+    return form
 
 
 def generated(line: Line, completion: Completion) -> Record:

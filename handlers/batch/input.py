@@ -5,8 +5,8 @@ Invariant: lines do not depend on the chunks of bytes in which they arrive, and 
 the allowed length is held. A longer one is skipped, and reported.
 
 A line is a request of OpenAI's Batch API (`custom_id`, `method`, `url`, `body`), or a plain one:
-`prompt` or `messages` with generation options, or `input` to embed. Anything else is a `LineProblem`,
-which becomes an error record: no line can fail a job. Nothing that needs the model is checked here.
+`prompt` or `messages` with generation options, `input` to embed, or the name of a `file` of sound. Anything else is
+a `LineProblem`, which becomes an error record: no line can fail a job. Nothing that needs the model is checked here.
 
 One pass finds the beginnings of the parts, the number of records, and duplicates of custom_ids. Its
 memory is one line, 17 bytes a record, and the positions of the parts.
@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from ...loader.errors import UsageError
+from ...loader.sources.base import check_name
 
 # Some editors write it before the first line.
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -100,7 +101,10 @@ class LineSplitter:
         return line
 
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", TRANSCRIPTIONS, TRANSLATIONS)
+# Of transcripts: those that are JSON.
+TRANSCRIPT_FORMATS = ("json", "verbose_json")
 MAX_ID_CHARS = 512
 MAX_SHOWN_CHARS = 80
 _MAX_INTEGER_ID = (1 << 63) - 1
@@ -128,6 +132,16 @@ class Embed:
 
 
 @dataclass(frozen=True, slots=True)
+class Transcribe:
+    """A file of sound next to the input, and the other fields of a form for the route at `url`."""
+
+    url: str
+    file: str
+    version: str  # ''; any
+    fields: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LineProblem:
     """The reason why a line has no answer. Codes: docs/batch.md."""
 
@@ -135,7 +149,7 @@ class LineProblem:
     message: str
 
 
-Request = RouteCall | Generate | Embed | LineProblem
+Request = RouteCall | Generate | Embed | Transcribe | LineProblem
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +257,7 @@ def _request_of(raw: RawLine, head: LineHead) -> Request:
     return _call(fields, raw.number) if head.is_openai else _plain(fields, raw.number)
 
 
-def _call(fields: dict[str, Any], number: int) -> RouteCall | LineProblem:
+def _call(fields: dict[str, Any], number: int) -> RouteCall | Transcribe | LineProblem:
     method, url, body = fields.get("method", "POST"), fields.get("url"), fields.get("body")
     if method != "POST":
         return _invalid(number, "the method must be POST")
@@ -256,13 +270,20 @@ def _call(fields: dict[str, Any], number: int) -> RouteCall | LineProblem:
         return _invalid(number, "the body must be an object")
     if body.get("stream"):
         return _invalid(number, "batch jobs do not stream: leave `stream` out of the body")
-    return RouteCall(url, body)
+    return _transcribe(body, number, url) if url in (TRANSCRIPTIONS, TRANSLATIONS) else RouteCall(url, body)
 
 
-def _plain(fields: dict[str, Any], number: int) -> Generate | Embed | LineProblem:
+def _plain(fields: dict[str, Any], number: int) -> Generate | Embed | Transcribe | LineProblem:
+    # A chat's options may have a name of these, but no sound's have `prompt` without a `file`.
+    if "file" in fields:
+        urls = {"transcribe": TRANSCRIPTIONS, "translate": TRANSLATIONS}
+        task = fields.pop("task", "transcribe")
+        if not isinstance(task, str) or task not in urls:
+            return _invalid(number, f"the task must be one of {', '.join(urls)}")
+        return _transcribe(fields, number, urls[task])
     asked = [name for name in ("prompt", "messages", "input") if name in fields]
     if len(asked) != 1:
-        return _invalid(number, "give either a prompt, messages or an input")
+        return _invalid(number, "give either a prompt, messages, an input or a file")
     name = asked[0]
     value: Any = fields.pop(name)
     if not isinstance(value, list if name == "messages" else str):
@@ -274,6 +295,36 @@ def _plain(fields: dict[str, Any], number: int) -> Generate | Embed | LineProble
         unknown = next(iter(fields))[:MAX_SHOWN_CHARS]
         return _invalid(number, f"an embedding has no option {unknown!r}")
     return Embed(str(value))
+
+
+def _transcribe(fields: dict[str, Any], number: int, url: str) -> Transcribe | LineProblem:
+    file, version = fields.pop("file", None), fields.pop("version", "")
+    if not isinstance(file, str) or not _is_name(file):
+        return _invalid(number, "the file must be the name of one in the input's folder")
+    if not isinstance(version, str):
+        return _invalid(number, "the version must be an ETag, or a generation")
+    if fields.get("response_format", TRANSCRIPT_FORMATS[0]) not in TRANSCRIPT_FORMATS:
+        return _invalid(number, f"the response_format must be one of {', '.join(TRANSCRIPT_FORMATS)}")
+    if fields.get("stream"):
+        return _invalid(number, "batch jobs do not stream: leave `stream` out")
+    form: list[tuple[str, str]] = []
+    for name, value in fields.items():
+        inner = value.items() if isinstance(value, dict) else ()
+        pairs = [(f"{name}[{key}]", each) for key, each in inner] if inner else [(name, value)]
+        if isinstance(value, list):
+            pairs = [(name, each) for each in value]
+        for key, each in pairs:
+            if not isinstance(each, str | int | float):
+                return _invalid(number, f"{key[:MAX_SHOWN_CHARS]} must be a text or a number")
+            form.append((key, str(each).lower() if isinstance(each, bool) else str(each)))
+    return Transcribe(url, file, version, tuple(form))
+
+
+def _is_name(text: str) -> bool:
+    try:
+        return check_name(text) == text
+    except UsageError:
+        return False
 
 
 def _invalid(number: int, message: str) -> LineProblem:

@@ -42,7 +42,7 @@ from .index import (
     parse_index,
 )
 from .input import LineScanner, Scanned
-from .parts import PartInfo, Places, list_partials, list_parts, open_places, plan_order, read_input
+from .parts import Input, PartInfo, Places, list_partials, list_parts, open_places, plan_order, read_input
 from .progress import JobProgress, ProgressMeter
 from .spec import JobMismatchError, JobReport, JobSpec, Status
 from .worker import Worker
@@ -78,7 +78,7 @@ async def arun_job(
     """
     lifetime = lifetime or Lifetime()
     meter = ProgressMeter()
-    with open_places(spec, host.config.source_options) as places:
+    with open_places(spec, host.config) as places:
         job = _Job(spec, host, places, lifetime, meter)
         async with _reporting(meter, on_progress):
             return await job.run()
@@ -90,14 +90,14 @@ def finish_computed(spec: JobSpec, config: ServeConfig) -> JobReport | None:
 
     Needs no instance: it reads the model's manifest. Blocks. Raises the errors of `arun_job`.
     """
-    with open_places(spec, config.source_options) as places:
+    with open_places(spec, config) as places:
         index = read_index(places)
         if index is None or len(list_parts(places.work, len(index.parts))) < len(index.parts):
             return None
         info = places.input.look()
         model = spec.model_identity or _model_at(config)
         version = places.input.identity_of(info)
-        wanted = identity_of(spec, config, places.input.address, version, model)
+        wanted = identity_of(spec, config, places.input, version, model)
         check_same_job(index, wanted, place=places.output)
         return _complete(spec, index, finish_job(places, index, {}), ProgressMeter())
 
@@ -161,7 +161,7 @@ class _Job:
                 lifetime=self._lifetime,
             )
         model = await self._lifetime.wait_async(digest)
-        identity = identity_of(spec, self._host.config, places.input.address, version, model)
+        identity = identity_of(spec, self._host.config, places.input, version, model)
         if index is not None:
             check_same_job(index, identity, place=places.output)
             return Opened(index, info.version, is_new=False)
@@ -182,7 +182,8 @@ class _Job:
         partials = frozenset[int]()
         if not opened.is_new:
             partials = await asyncio.to_thread(list_partials, self._places.work)
-        async with answering(self._host, index, window=self._window) as answers:
+        files = self._places.input.files
+        async with answering(self._host, index, window=self._window, files=files) as answers:
             worker = Worker(
                 self._places,
                 index,
@@ -309,7 +310,7 @@ class Opened:
 
 
 def identity_of(
-    spec: JobSpec, config: ServeConfig, input_address: str, input_version: str, model: str
+    spec: JobSpec, config: ServeConfig, given: Input, input_version: str, model: str
 ) -> JobIdentity:
     """The identity of the answers: from the settings, those that a user chooses and that affect a
     model's answers.
@@ -321,8 +322,9 @@ def identity_of(
         "first_token": config.first_token,
         "kv_dtype": config.kv_dtype,
         "compute_dtype": config.compute_dtype,
+        "batch_audio": config.batch_audio if given.files is not None and given.files.are_input else None,
     }
-    return JobIdentity(input_address, input_version, model, index_options(options))
+    return JobIdentity(given.address, input_version, model, index_options(options))
 
 
 def model_of(digest: bytes | None, config: ServeConfig) -> str:

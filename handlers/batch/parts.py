@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -38,7 +38,11 @@ from ...loader.sources.open import open_source, open_store, scheme_of
 from .answers import Record
 from .index import JobIndex
 from .input import Line, LineSplitter, RawLine, parse_line
+from .sounds import Files, SoundLines, is_sound, shared_version
 from .spec import JobFormatError, JobSpec, Share
+
+if TYPE_CHECKING:
+    from ...runtime.config import ServeConfig
 
 WORK_SUFFIX = ".parts"
 FILE_SUFFIX = ".jsonl"
@@ -52,6 +56,7 @@ class Input:
     name: str
     address: str
     version: str | None  # the expected one
+    files: Files | None = None  # next to it
 
     def look(self) -> ObjectInfo:
         """The current object. Raises `ChangedError` if it is not the expected version."""
@@ -66,11 +71,9 @@ class Input:
         return info
 
     def identity_of(self, info: ObjectInfo) -> str:
-        """The version in the job's identity: for a file without its inode, which differs between
-        nodes that mount the same folder.
-        """
-        version = info.version.strip('"')
-        return version.rpartition("-")[0] if scheme_of(self.address) == "" else version
+        """The version in the job's identity."""
+        is_folder = self.address.endswith("/")
+        return info.version if is_folder else shared_version(self.address, info.version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +98,10 @@ class Places:
                 store.close()
 
 
-def open_places(spec: JobSpec, default: SourceOptions) -> Places:
-    """Open the stores, without I/O. Raises `UsageError` for invalid addresses."""
-    options = spec.source_options or default
-    folder, name = _folder_and_name(spec.input, "input")
-    given = Input(open_source(folder, options), name, _plain(folder, name), spec.input_version)
+def open_places(spec: JobSpec, config: ServeConfig) -> Places:
+    """Open the stores, without I/O in any. Raises `UsageError` for invalid addresses."""
+    options = spec.source_options or config.source_options
+    given = _open_input(spec, config, options)
     if not is_text(given.address):
         raise UsageError(
             f"the address of the input is too long or not printable: {spec.input[:80]!r}", key="input"
@@ -111,6 +113,20 @@ def open_places(spec: JobSpec, default: SourceOptions) -> Places:
         raise UsageError("the output is the input", key="output", hint="Choose another file for the answers.")
     work = open_store(spec.output + WORK_SUFFIX, options)
     return Places(given, spec.output, work, open_store(folder, options), name)
+
+
+def _open_input(spec: JobSpec, config: ServeConfig, options: SourceOptions) -> Input:
+    if spec.input.endswith("/") or os.path.isdir(spec.input):
+        folder, name = spec.input.rstrip("/") or "/", ""
+    else:
+        folder, name = _folder_and_name(spec.input, "input")
+    source, address = open_source(folder, options), _plain(folder, name)
+    if name and not is_sound(name):
+        return Input(source, name, address, spec.input_version, Files(source, address, are_input=False))
+    fields = msgspec.json.decode(config.batch_audio or "{}")
+    lines = SoundLines(source, name, address=address, fields=fields, max_lines=spec.max_lines)
+    files = Files(source, address, are_input=True)
+    return Input(lines, name or "files of sound", address, spec.input_version, files)
 
 
 def _folder_and_name(address: str, key: str) -> tuple[str, str]:

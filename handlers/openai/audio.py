@@ -1,42 +1,47 @@
-"""POST /v1/audio/transcriptions and /v1/audio/translations.
-
-Sound is written down window by window: each begins where the last whole segment of the one before ended
-(`runtime/speech/windows.py`). Several requests share the engine's steps.
+"""POST /v1/audio/transcriptions and /v1/audio/translations: forms to requests, and transcripts to responses.
+Several requests share the engine's steps.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import secrets
-import zlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
-from msgspec import Struct, field
+from msgspec import Struct
 
-from ...runtime.errors import ModelError, RequestError
-from ...runtime.step.requests import GenerationRequest, Priority, SamplingParams
+from ...runtime.errors import RequestError
+from ...runtime.speech.fallback import Thresholds
+from ...runtime.step.requests import Priority
 from ..http.forms import FormField, parse_form
 from ..http.json_bodies import encode
 from ..http.service import CALL, Service
-from .generation import RequestSequences, SequenceOutcome
+from ..http.sse import EventStream, Framing, complete
 from .responses import Transcription
+from .scribe import MAX_SEED, Scribe, ScribeOptions, Transcript, WindowAnswer
 
 if TYPE_CHECKING:
-    from ...runtime.engine.engine import Engine
     from ...runtime.speech.features import Spectrogram
     from ...runtime.speech.settings import SpeechSettings
-    from ...runtime.speech.windows import SpokenSegment
-    from ...runtime.text.tokenizer import TextTokenizer
 
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
+STREAMED_FORMATS = ("json", "text")
 MAX_PROMPT_CHARS = 8_192
 _TRANSCRIBE, _TRANSLATE = "transcribe", "translate"
-_FIELDS = ("file", "model", "prompt", "response_format", "temperature")
-_OF_TRANSCRIPTIONS = ("language", "timestamp_granularities[]", "timestamp_granularities", "stream")
+# Of fields with the names of `Thresholds`, and this behind them: from, to.
+_THRESHOLD = "_threshold"
+_THRESHOLDS = {"logprob": (-100, 0), "compression_ratio": (0, 1_000), "no_speech": (0, 1)}
+_PRIORITY = "teneral[priority]"  # as OpenAI's libraries write an object's field
+_FIELDS = (
+    "file", "model", "prompt", "response_format", "temperature", "seed", "condition_on_prev_tokens", "stream",
+    *(name + _THRESHOLD for name in _THRESHOLDS), _PRIORITY,
+)  # fmt: skip
+_GRANULARITIES = ("timestamp_granularities[]", "timestamp_granularities")
+_OF_TRANSCRIPTIONS = ("language", *_GRANULARITIES)
 _MEDIA = {"text": "text/plain", "srt": "text/plain", "vtt": "text/vtt"}
+_FRAMING = Framing("text/event-stream", b"data: ", b"\n\n", True, b"")
 
 
 class AudioRequest(Struct, frozen=True):
@@ -44,84 +49,108 @@ class AudioRequest(Struct, frozen=True):
 
     file: memoryview
     model: str | None
-    task: str
-    language: str | None
-    prompt: str
     response_format: str
-    temperature: float
-
-    @property
-    def has_times(self) -> bool:
-        return self.response_format in ("srt", "verbose_json", "vtt")
+    granularities: frozenset[str]
+    stream: bool
+    options: ScribeOptions
 
     @classmethod
     def of(cls, fields: Sequence[FormField], task: str) -> AudioRequest:
         """Raises `RequestError`, naming the field."""
         known = (*_FIELDS, *(_OF_TRANSCRIPTIONS if task == _TRANSCRIBE else ()))
         given: dict[str, FormField] = {}
+        granularities: set[str] = set()
         for each in fields:
             if each.name not in known:
                 raise RequestError(f"unknown field {each.name[:100]!r}", param=each.name[:100])
-            if each.name in given and not each.name.startswith("timestamp"):
-                raise RequestError(f"the form has {each.name} twice", param=each.name)
-            if each.name.startswith("timestamp") and each.text != "segment":
-                raise RequestError(
-                    "timestamp_granularities[] must be segment: times of words are not supported",
-                    param="timestamp_granularities[]",
+            if each.name in _GRANULARITIES:
+                granularities.add(
+                    _choice({_GRANULARITIES[0]: each.text}, _GRANULARITIES[0], ("segment", "word"))
                 )
+            elif each.name in given:
+                raise RequestError(f"the form has {each.name} twice", param=each.name)
             given[each.name] = each
-        texts = {name: each.text for name, each in given.items() if name != "file"}
         if "file" not in given or not len(given["file"].content):
             raise RequestError("file is missing, or empty", param="file")
-        if texts.get("stream", "false").lower() not in ("false", "0", ""):
-            raise RequestError("stream is not supported here", param="stream", hint="Leave it out.")
-        response_format = texts.get("response_format") or "json"
-        if response_format not in FORMATS:
+        texts = {name: each.text for name, each in given.items() if name != "file"}
+        response_format = _choice(texts, "response_format", FORMATS)
+        stream = _flag(texts, "stream")
+        if stream and response_format not in STREAMED_FORMATS:
             raise RequestError(
-                f"response_format must be one of {', '.join(FORMATS)}", param="response_format"
+                f"a stream's response_format must be one of {', '.join(STREAMED_FORMATS)}",
+                param="response_format",
             )
-        prompt = texts.get("prompt", "")
-        if len(prompt) > MAX_PROMPT_CHARS:
-            raise RequestError(f"prompt may have {MAX_PROMPT_CHARS} characters", param="prompt")
-        return cls(
-            given["file"].content,
-            texts.get("model") or None,
-            task,
-            texts.get("language") or None,
-            prompt,
-            response_format,
-            _temperature(texts.get("temperature") or "0"),
-        )
+        has_words = "word" in granularities
+        if has_words and response_format != "verbose_json":
+            raise RequestError(
+                "times of words need the response_format verbose_json", param=_GRANULARITIES[0]
+            )
+        options = _options(texts, task, response_format, has_words=has_words)
+        kinds = frozenset(granularities or {"segment"})
+        return cls(given["file"].content, texts.get("model") or None, response_format, kinds, stream, options)
 
 
-def _temperature(text: str) -> float:
+def _options(texts: Mapping[str, str], task: str, response_format: str, *, has_words: bool) -> ScribeOptions:
+    prompt = texts.get("prompt", "")
+    if len(prompt) > MAX_PROMPT_CHARS:
+        raise RequestError(f"prompt may have {MAX_PROMPT_CHARS} characters", param="prompt")
+    return ScribeOptions(
+        task=task,
+        language=texts.get("language") or None,
+        prompt=prompt,
+        has_times=response_format in ("srt", "verbose_json", "vtt"),
+        needs_no_speech=response_format == "verbose_json",
+        has_words=has_words,
+        temperature=_number(texts, "temperature", 0, 1, 0.0),
+        thresholds=_thresholds(texts),
+        condition_on_prev_tokens=_flag(texts, "condition_on_prev_tokens"),
+        seed=_seed(texts),
+        priority=Priority(_choice(texts, _PRIORITY, tuple(Priority))),
+    )
+
+
+def _thresholds(texts: Mapping[str, str]) -> Thresholds:
+    """The defaults, but for those that are given: `none` is None."""
+    given: dict[str, float | None] = {}
+    for name, (low, high) in _THRESHOLDS.items():
+        key = name + _THRESHOLD
+        is_none = texts.get(key) == "none"
+        given[name] = None if is_none else _number(texts, key, low, high, getattr(Thresholds(), name))
+    return Thresholds(**given)
+
+
+def _choice(texts: Mapping[str, str], name: str, allowed: Sequence[str]) -> str:
+    """The first one without a text."""
+    text = texts.get(name) or allowed[0]
+    if text not in allowed:
+        raise RequestError(f"{name} must be one of {', '.join(allowed)}", param=name)
+    return text
+
+
+def _flag(texts: Mapping[str, str], name: str) -> bool:
+    return _choice({name: texts.get(name, "").lower()}, name, ("false", "true", "0", "1")) in ("true", "1")
+
+
+def _number(texts: Mapping[str, str], name: str, low: float, high: float, default: float) -> float:
+    text = texts.get(name, "")
+    if not text:
+        return default
     try:
         value = float(text)
     except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise RequestError("temperature must be a number from 0 to 1", param="temperature")
+        value = math.nan
+    if not low <= value <= high:
+        raise RequestError(f"{name} must be a number from {low:g} to {high:g}", param=name)
     return value
 
 
-class WindowAnswer(Struct, frozen=True):
-    """A segment with what is known of its window's tokens."""
-
-    segment: SpokenSegment
-    text: str
-    mean_logprob: float
-
-
-class Transcript(Struct):
-    task: str
-    language: str
-    duration_s: float
-    temperature: float
-    answers: list[WindowAnswer] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        return "".join(each.text for each in self.answers).strip()
+def _seed(texts: Mapping[str, str]) -> int | None:
+    text = texts.get("seed", "")
+    if not text:
+        return None
+    if not text.isascii() or not text.isdigit() or len(text) > 19 or int(text) > MAX_SEED:
+        raise RequestError(f"seed must be a whole number from 0 to {MAX_SEED}", param="seed")
+    return int(text)
 
 
 class AudioRoutes:
@@ -131,13 +160,13 @@ class AudioRoutes:
         self._service = service
         self._decoding = asyncio.Semaphore(1)  # samples are many: of one file at a time
 
-    async def transcriptions(self, request: web.Request) -> web.Response:
+    async def transcriptions(self, request: web.Request) -> web.StreamResponse:
         return await self._post(request, _TRANSCRIBE)
 
-    async def translations(self, request: web.Request) -> web.Response:
+    async def translations(self, request: web.Request) -> web.StreamResponse:
         return await self._post(request, _TRANSLATE)
 
-    async def _post(self, request: web.Request, task: str) -> web.Response:
+    async def _post(self, request: web.Request, task: str) -> web.StreamResponse:
         service = self._service
         async with service.admission.form(request) as data:
             asked = AudioRequest.of(parse_form(request.headers.get("Content-Type", ""), data), task)
@@ -155,12 +184,15 @@ class AudioRoutes:
                 async with self._decoding:
                     sound, duration_s = await asyncio.to_thread(_spectrogram, asked.file, settings)
                 engine = await service.ready(instance.engine, instance)
-                engine.require_room("", Priority.INTERACTIVE)
+                engine.require_room("", asked.options.priority)
             CALL.get().limit(service.limits.request_timeout_s)
             with service.admission.memory(sound.nbytes):
-                scribe = Scribe(service, engine, tokenizer, settings, asked)
-                transcript = await scribe.write(sound, duration_s)
-        return _response(asked.response_format, transcript)
+                scribe = Scribe(service, engine, tokenizer, settings, asked.options, sound, duration_s)
+                if asked.stream:
+                    return await _streamed(service, request, scribe)
+                async for _ in scribe.windows():
+                    pass
+        return _response(asked, scribe.transcript)
 
 
 def _spectrogram(file: memoryview, settings: SpeechSettings) -> tuple[Spectrogram, float]:
@@ -173,186 +205,65 @@ def _spectrogram(file: memoryview, settings: SpeechSettings) -> tuple[Spectrogra
     return spectrogram(samples, settings.num_bands, least_samples=least), len(samples) / SAMPLE_RATE
 
 
-class Scribe:
-    """One request's way through the engine, window after window."""
-
-    def __init__(
-        self,
-        service: Service,
-        engine: Engine,
-        tokenizer: TextTokenizer,
-        settings: SpeechSettings,
-        asked: AudioRequest,
-    ) -> None:
-        self._service = service
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._settings = settings
-        self._asked = asked
-        self._id = f"audio-{secrets.token_hex(12)}"
-
-    async def write(self, sound: Spectrogram, duration_s: float) -> Transcript:
-        """The transcript. Raises the engine's errors."""
-        asked, settings = self._asked, self._settings
-        num_columns, size = sound.shape[1], settings.window_columns
-        has_times = asked.has_times or num_columns > size
-        language = asked.language
-        if settings.languages:
-            language = await self._language(sound) if language is None else language
-            if language not in settings.languages:
-                raise RequestError(
-                    f"language {language[:40]!r} is not one of this model's",
-                    param="language",
-                    hint=f"It has {', '.join(sorted(settings.languages))[:400]}.",
-                )
-        elif language not in (None, "en"):
-            raise RequestError("this model writes English alone", param="language")
-        try:
-            beginning = settings.beginning(language, asked.task, has_times=has_times)
-        except ModelError as error:
-            raise RequestError(error.message, param="model", hint=error.hint) from error
-        beginning = await self._service.text_threads.run(len(asked.prompt), self._before, beginning)
-        transcript = Transcript(asked.task, language or "en", duration_s, asked.temperature)
-        first = 0
-        while first < num_columns:
-            own = min(size, num_columns - first)
-            first += await self._window(sound, first, own, beginning, transcript, has_times=has_times)
-        return transcript
-
-    def _before(self, beginning: list[int]) -> list[int]:
-        """The tokens before each window's text, with the request's prompt, of which its end counts."""
-        settings, prompt = self._settings, self._asked.prompt.strip()
-        if not prompt:
-            return beginning
-        if settings.before is None:
-            raise RequestError("this model takes no prompt", param="prompt")
-        tokens = self._tokenizer.encode(f" {prompt}", add_special_tokens=False)
-        if any(token >= min(settings.end, settings.start) for token in tokens):
-            raise RequestError("prompt has special tokens of the model", param="prompt")
-        most = settings.max_tokens // 2 - 1
-        return [settings.before, *tokens[-most:], *beginning]
-
-    async def _window(
-        self,
-        sound: Spectrogram,
-        first: int,
-        num_columns: int,
-        beginning: list[int],
-        transcript: Transcript,
-        *,
-        has_times: bool,
-    ) -> int:
-        """Write down a window; returns how many columns the next one begins behind it."""
-        from ...runtime.speech.rules import SpeechRules
-        from ...runtime.speech.windows import segments_of
-
-        settings, asked = self._settings, self._asked
-        sampling = SamplingParams(
-            temperature=asked.temperature, times_from=settings.times_from if has_times else None
-        )
-        outcome = await self._generate(
-            sound,
-            first,
-            beginning,
-            sampling,
-            grammar=SpeechRules(settings, has_times=has_times),
-            num_top_logprobs=0,
-        )
-        tokens = [token for token in outcome.tokens if token != settings.end]
-        segments, step = segments_of(tokens, settings.times_from, first_column=first, num_columns=num_columns)
-        texts = await self._service.text_threads.run(len(tokens), self._texts, segments)
-        logprobs = [entry.logprob for entry in outcome.logprobs]
-        mean = sum(logprobs) / max(1, len(logprobs))
-        transcript.answers += [
-            WindowAnswer(segment, text, mean) for segment, text in zip(segments, texts, strict=True)
-        ]
-        return max(step, 1)
-
-    def _texts(self, segments: Sequence[SpokenSegment]) -> list[str]:
-        """Of each segment's tokens but those of times."""
-        times_from = self._settings.times_from
-        return [
-            self._tokenizer.decode([token for token in each.tokens if token < times_from])
-            for each in segments
-        ]
-
-    async def _language(self, sound: Spectrogram) -> str:
-        """The likeliest language of the first window."""
-        languages = self._settings.languages
-        sampling = SamplingParams(temperature=0, allowed_tokens=tuple(languages.values()))
-        outcome = await self._generate(sound, 0, [self._settings.start], sampling, max_tokens=1)
-        return next(name for name, token in languages.items() if token == outcome.tokens[0])
-
-    async def _generate(
-        self, sound: Spectrogram, first: int, beginning: Sequence[int], sampling: SamplingParams, **more: Any
-    ) -> SequenceOutcome:
-        """The model's tokens behind the window that begins with this column, and these tokens."""
-        import numpy as np  # few servers need it here
-
-        from ...runtime.step.images import PromptImage
-
-        settings, call = self._settings, CALL.get()
-        window = np.zeros((1, len(sound), settings.window_columns), np.float32)
-        own = sound[:, first : first + settings.window_columns]
-        window[0, :, : own.shape[1]] = own
-        digest = hashlib.blake2b(window.tobytes(), digest_size=32, person=b"sound").digest()
-        places = np.arange(settings.num_places, dtype=np.int64)
-        prompt = (*(0,) * settings.num_places, *beginning)
-        request = GenerationRequest(
-            self._id,
-            prompt,
-            sampling=sampling,
-            images=(PromptImage(digest, window, np.zeros((0, 0), np.float32), places),),
-            **more,
-        )
-        outcome = SequenceOutcome()
-        with RequestSequences(self._service, call) as sequences:
-            sequences.submit(self._engine, [request])
-            call.prompt_tokens += len(prompt)
-            self._service.metrics.prompt_taken(len(prompt))
-            while steps := await sequences.next_steps():
-                for _, event in steps:
-                    outcome.add(event)
-        return outcome
-
-
 # ---- answers ----
 
 
-def _response(response_format: str, transcript: Transcript) -> web.Response:
+async def _streamed(service: Service, request: web.Request, scribe: Scribe) -> web.StreamResponse:
+    """The text of each window as an event, and then the whole one."""
+
+    async def send(stream: EventStream) -> None:
+        sent = ""
+        async for text in scribe.windows():
+            if len(text) > len(sent):
+                await stream.send(encode({"type": "transcript.text.delta", "delta": text[len(sent) :]}))
+            sent = text
+        await stream.send(encode({"type": "transcript.text.done", "text": sent}))
+
+    async with EventStream(request, _FRAMING, service.limits, comment=service.load_comment) as stream:
+        return await complete(stream, CALL.get(), send(stream))
+
+
+def _response(asked: AudioRequest, transcript: Transcript) -> web.Response:
+    response_format = asked.response_format
     if response_format in ("json", "verbose_json"):
-        body = Transcription(transcript.text) if response_format == "json" else _verbose(transcript)
+        is_short = response_format == "json"
+        body = Transcription(transcript.text) if is_short else _verbose(transcript, asked.granularities)
         return web.Response(body=encode(body), content_type="application/json")
     make = {"text": lambda made: made.text + "\n", "srt": _srt, "vtt": _vtt}[response_format]
     return web.Response(text=make(transcript), content_type=_MEDIA[response_format], charset="utf-8")
 
 
-def _verbose(transcript: Transcript) -> Mapping[str, Any]:
-    return {
+def _verbose(transcript: Transcript, granularities: Container[str]) -> Mapping[str, Any]:
+    body: dict[str, Any] = {
         "task": transcript.task,
         "language": transcript.language,
         "duration": round(transcript.duration_s, 3),
         "text": transcript.text,
-        "segments": [
-            {
-                "id": number,
-                "seek": each.segment.first_column,
-                "start": round(each.segment.start_s, 3),
-                "end": round(each.segment.end_s, 3),
-                "text": each.text,
-                "tokens": list(each.segment.tokens),
-                "temperature": transcript.temperature,
-                "avg_logprob": each.mean_logprob,
-                "compression_ratio": _compression_ratio(each.text),
-            }
-            for number, each in enumerate(transcript.answers)
-        ],
     }
+    if "segment" in granularities:
+        body["segments"] = [_segment(number, each) for number, each in enumerate(transcript.answers)]
+    if "word" in granularities:
+        body["words"] = [
+            {"word": each.text, "start": round(each.start_s, 2), "end": round(each.end_s, 2)}
+            for each in transcript.words
+        ]
+    return body
 
 
-def _compression_ratio(text: str) -> float:
-    data = text.encode()
-    return len(data) / len(zlib.compress(data))
+def _segment(number: int, answer: WindowAnswer) -> Mapping[str, Any]:
+    segment, window = answer.segment, answer.window
+    return {
+        "id": number,
+        "seek": segment.first_column,
+        "start": round(segment.start_s, 3),
+        "end": round(segment.end_s, 3),
+        "text": answer.text,
+        "tokens": list(segment.tokens),
+        "temperature": window.temperature,
+        "avg_logprob": window.mean_logprob,
+        "compression_ratio": window.compression_ratio,
+        "no_speech_prob": window.no_speech_prob,
+    }
 
 
 def _srt(transcript: Transcript) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..http.routes import ANY, FORM, JSON, STREAMED, TEXT, Route, Schema
+from ..http.routes import ANY, FORM, JSON, SSE, STREAMED, TEXT, Route, Schema
 
 COHERE_RERANK = "/v2/rerank"  # below the Open Inference Protocol's prefix, and not of it
 _RESPONSE: Schema = {
@@ -45,6 +45,16 @@ _TRANSLATION: Schema = {
         "prompt": {"type": "string"},
         "response_format": {"enum": ["json", "text", "srt", "verbose_json", "vtt"]},
         "temperature": {"type": "number", "minimum": 0, "maximum": 1},
+        "seed": {"type": "integer", "minimum": 0},
+        "stream": {"type": "boolean"},
+        "condition_on_prev_tokens": {"type": "boolean"},
+        **{
+            f"{name}_threshold": {
+                "anyOf": [{"type": "number", "minimum": low, "maximum": high}, {"const": "none"}]
+            }
+            for name, low, high in (("logprob", -100, 0), ("compression_ratio", 0, 1000), ("no_speech", 0, 1))
+        },
+        "teneral[priority]": {"enum": ["interactive", "batch"]},
     },
 }
 _TRANSCRIPTION: Schema = {
@@ -52,7 +62,7 @@ _TRANSCRIPTION: Schema = {
     "properties": {
         **_TRANSLATION["properties"],
         "language": {"type": "string", "description": "such as en; without it, the likeliest one"},
-        "timestamp_granularities[]": {"type": "array", "items": {"enum": ["segment"]}},
+        "timestamp_granularities[]": {"type": "array", "items": {"enum": ["segment", "word"]}},
     },
 }
 _PAIRS = {"text_1": "Which insects fly?", "text_2": ["A dragonfly", "A stone"]}
@@ -108,7 +118,7 @@ ROUTES = (
     *(
         Route(
             "POST", f"/v1/audio/{name}", f".openai.audio:AudioRoutes.{name}", "generate", summary,
-            schema, ".openai.responses:Transcription", (JSON, TEXT, "text/vtt"), body_media=FORM,
+            schema, ".openai.responses:Transcription", (JSON, SSE, TEXT, "text/vtt"), body_media=FORM,
         )
         for name, summary, schema in (
             ("transcriptions", "Transcribe speech", _TRANSCRIPTION),

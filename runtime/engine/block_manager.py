@@ -351,10 +351,10 @@ class BlockManager:
         return self._chain(sequence, num_blocks)[1:]
 
     def _hashes_to_find(self, sequence: Sequence) -> list[bytes]:
-        """The hashes of the full blocks before its last token, which is always computed."""
-        if not self._options.prefix_cache or sequence.needs_all_rows:
+        """The hashes of the full blocks that need not be computed."""
+        if not self._options.prefix_cache:
             return []
-        return self._hashes(sequence, (sequence.num_tokens - 1) // self._block_size)
+        return self._hashes(sequence, sequence.num_reusable // self._block_size)
 
     def _usable(self, hashes: list[bytes]) -> tuple[list[int], int]:
         """The cached blocks of this chain, from the first one on, that a sequence can begin with; and the number of
@@ -372,10 +372,10 @@ class BlockManager:
         Returns the number of available blocks that it uses until it is copied, so that it never
         starves another sequence.
         """
-        if sequence.needs_all_rows:
+        lane, size, end = sequence.exact, self._block_size, sequence.num_reusable
+        if end <= lane.num_computed:
             return 0
-        lane, size = sequence.exact, self._block_size
-        tokens = sequence.keys(lane.num_computed, min(lane.num_computed + size, sequence.num_tokens - 1))
+        tokens = sequence.keys(lane.num_computed, min(lane.num_computed + size, end))
         previous = self._chain(sequence, len(lane.blocks))[-1]
         found = self.prefixes.find_beginning(previous, tokens)
         if found is None:

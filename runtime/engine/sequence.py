@@ -198,9 +198,14 @@ class Sequence:
         return (self.exact,) if self.draft is None else (self.exact, self.draft)
 
     @property
-    def needs_all_rows(self) -> bool:
-        """True while log probabilities of the prompt are missing: cached rows are computed, too."""
-        return self.scores is not None and not self.scores.is_complete
+    def num_reusable(self) -> int:
+        """How many of its first tokens need not be computed where they are cached: all but the last one. While log
+        probabilities of the prompt are missing, none; of a sound whose attention is kept, its places.
+        """
+        if self.scores is not None and not self.scores.is_complete:
+            return 0
+        kept = [image.attention.num_places for image in self.exact.images if image.attention is not None]
+        return min([self.num_tokens - 1, *kept])
 
     @property
     def blocks(self) -> tuple[int, ...]:

@@ -64,16 +64,13 @@ class SpeechFactory(Protocol):
     def speech(self, spec: EncoderSpec, weights: SpeechWeights) -> SpeechExecutor: ...
 
 
-class SpeechTower:
+class SpeechTower(Struct, frozen=True, eq=False):
     """An encoder of sound and its weights. Not thread-safe: the caller encodes one window at a time."""
 
-    def __init__(
-        self, config: SpeechConfig, dtype: DType, weights: SpeechWeights, executor: SpeechExecutor
-    ) -> None:
-        self.config = config
-        self.dtype = dtype  # of activations
-        self._weights = weights
-        self._executor = executor
+    config: SpeechConfig
+    dtype: DType  # of activations
+    weights: SpeechWeights
+    executor: SpeechExecutor
 
     def working_bytes(self, height: int = 0, width: int = 0) -> int:
         """Memory that encoding a window takes, all of which are of one size."""
@@ -92,7 +89,7 @@ class SpeechTower:
 
         Blocks until the weights arrive, layer by layer, and raises the load's error if they never do.
         """
-        weights, executor = self._weights.encoder, self._executor
+        weights, executor = self.weights.encoder, self.executor
         for window in tiles:
             weights.entry_gate(np.arange(self.config.hidden_size))
             x = executor.embed(window)

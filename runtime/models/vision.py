@@ -113,16 +113,13 @@ class _Grid(NamedTuple):
     shares: Floats | None  # (P, N)
 
 
-class VisionTower:
+class VisionTower(Struct, frozen=True, eq=False):
     """A tower and its weights. Not thread-safe: the caller encodes one tile at a time."""
 
-    def __init__(
-        self, config: VisionConfig, dtype: DType, weights: VisionWeights, executor: VisionExecutor
-    ) -> None:
-        self.config = config
-        self.dtype = dtype  # of activations
-        self._weights = weights
-        self._executor = executor
+    config: VisionConfig
+    dtype: DType  # of activations
+    weights: VisionWeights
+    executor: VisionExecutor
 
     def working_bytes(self, height: int = 0, width: int = 0) -> int:
         """The memory that encoding a tile of these pixels takes, the tile left out, by default the largest one that the
@@ -148,7 +145,7 @@ class VisionTower:
 
         Blocks until the weights arrive, layer by layer, and raises the load's error if they never do.
         """
-        weights, executor, config = self._weights.encoder, self._executor, self.config
+        weights, executor, config = self.weights.encoder, self.executor, self.config
         grid = _grid(config, tiles.shape[2] // config.patch_size, tiles.shape[3] // config.patch_size)
         whole = grid.windows[[0, -1]]
         for tile in tiles:
@@ -175,8 +172,8 @@ class VisionTower:
         """The rows of an image out of its tiles', which `encode` has made."""
         if layout is None:
             return np.concatenate(parts)
-        assert self._weights.mark is not None
-        mark = from_float32(to_float32(self._weights.mark.array, self._weights.mark.dtype), self.dtype)[None]
+        assert self.weights.mark is not None
+        mark = from_float32(to_float32(self.weights.mark.array, self.weights.mark.dtype), self.dtype)[None]
         if not layout.num_rows:
             return np.concatenate([*parts, mark])
         rows = [parts[0]]

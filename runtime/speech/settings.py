@@ -12,6 +12,8 @@ from ..errors import ModelError
 MAX_LANGUAGES = 512
 TASKS = ("transcribe", "translate")
 _MAX_SUPPRESSED = 4_096
+_MAX_FILTER_WIDTH = 99
+_MAX_ALIGNMENT_HEADS = 64
 _OF_EITHER_FILE = ("decoder_start_token_id", "eos_token_id", "suppress_tokens", "begin_suppress_tokens")
 _WITHOUT_LANGUAGES = (
     "the model's generation_config.json names no languages and tasks",
@@ -35,6 +37,9 @@ class SpeechSettings(Struct, frozen=True):
     suppressed_first: tuple[int, ...]  # never at its beginning
     latest_first_time: int | None  # number of the token of time that may begin an answer at most
     before: int | None  # in front of a text that is not of this window
+    # Layers and heads in them whose attention follows the sound; none: there are no times of words.
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+    filter_width: int = 7  # places over which their attention is smoothed
 
     @property
     def times_from(self) -> int:
@@ -81,6 +86,8 @@ class SpeechSettings(Struct, frozen=True):
             suppressed_first=_list_of(own, "begin_suppress_tokens", vocab_size),
             latest_first_time=_optional(own, "max_initial_timestamp_index", vocab_size),
             before=_optional(own, "prev_sot_token_id", vocab_size),
+            alignment_heads=_heads_of(config, own),
+            filter_width=_number(config, "median_filter_width", 1, _MAX_FILTER_WIDTH, 7) | 1,
         )
 
     def beginning(self, language: str | None, task: str, *, has_times: bool) -> list[int]:
@@ -124,6 +131,25 @@ def _list_of(data: Mapping[str, Any], key: str, vocab_size: int) -> tuple[int, .
     if not is_list or not all(type(token) is int and 0 <= token < vocab_size for token in value):
         raise _wrong(data, key, f"it must be a list of up to {_MAX_SUPPRESSED} tokens below {vocab_size}")
     return tuple(value)
+
+
+def _heads_of(config: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    """The pairs of `alignment_heads`; none where the key is absent."""
+    key = "alignment_heads"
+    value = [] if own.get(key) is None else own[key]
+    sizes = [_number(config, name, 1, 1 << 20, 1) for name in ("decoder_layers", "decoder_attention_heads")]
+    is_list = isinstance(value, list) and len(value) <= _MAX_ALIGNMENT_HEADS
+    if not is_list or not all(
+        isinstance(pair, list)
+        and len(pair) == 2
+        and all(type(each) is int and 0 <= each < size for each, size in zip(pair, sizes, strict=True))
+        for pair in value
+    ):
+        complaint = (
+            f"it must be a list of up to {_MAX_ALIGNMENT_HEADS} layers with heads that the decoder has"
+        )
+        raise _wrong(own, key, complaint)
+    return tuple((layer, head) for layer, head in value)
 
 
 def _wrong(data: Mapping[str, Any], key: str, complaint: str) -> ModelError:

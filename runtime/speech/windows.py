@@ -53,3 +53,16 @@ def segments_of(
     if is_single:
         return segments, num_columns
     return segments, (tokens[first - 1] - times_from) * COLUMNS_PER_TIME
+
+
+def prompt_of(segments: Sequence[SpokenSegment], times_from: int) -> list[int]:
+    """Their tokens as the prompt of the next window. Of two times at the end of one, the last is not used."""
+    return [
+        token
+        for each in segments
+        for token in (each.tokens[:-1] if _ends_in_pair(each.tokens, times_from) else each.tokens)
+    ]
+
+
+def _ends_in_pair(tokens: Sequence[int], times_from: int) -> bool:
+    return len(tokens) > 2 and tokens[-2] >= times_from

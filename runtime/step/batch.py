@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 if TYPE_CHECKING:
-    from .images import PromptImage
+    from .images import PromptImage, SoundAttention
     from .logprobs import PromptScores
 
 
@@ -78,7 +78,9 @@ def build_batch(parts: Sequence[Rows], block_size: int) -> StepBatch:
     runs: list[tuple[int, int, int]] = []  # rows [first, end), and what these see the tokens before
     for part in parts:
         blocks = part.lane.blocks
+        attention = None
         for image in part.lane.images:
+            attention = image.attention or attention
             own = image.within(part.first, part.end)
             if own.stop > own.start:
                 rows = image.places[own] + (len(tokens) - part.first)
@@ -96,7 +98,9 @@ def build_batch(parts: Sequence[Rows], block_size: int) -> StepBatch:
         scored += part.scored(len(tokens))
         lane, length = part.lane, part.end - part.first
         spans.append(
-            SequenceSpan(len(tokens), length, part.end, blocks, lane.adapter, lane.state, lane.saves)
+            SequenceSpan(
+                len(tokens), length, part.end, blocks, lane.adapter, lane.state, lane.saves, attention
+            )
         )
         tokens += part.tokens[part.first : part.end]
         positions += range(part.first, part.end)
@@ -160,7 +164,8 @@ class SequenceSpan(Struct, frozen=True):
     length); `blocks` is its block table: token t of the sequence lies in block blocks[t // block_size]. `adapter` is
     the `Adapter` (`models/adapter.py`) that its rows have. `state` is the place of the sequence's recurrent state, of
     models that have one: the step reads it unless the span begins the sequence, and leaves it as it is after its last
-    row. None: that with the number of its first block. `saves` are copies in between, ascending.
+    row. None: that with the number of its first block. `saves` are copies in between, ascending. `attention` gets what
+    is computed of the attention over its sound.
     """
 
     start: int
@@ -170,6 +175,7 @@ class SequenceSpan(Struct, frozen=True):
     adapter: Any = None
     state: int | None = None
     saves: tuple[StateSave, ...] = ()
+    attention: SoundAttention | None = None
 
 
 class ScoredRows(Struct, frozen=True):

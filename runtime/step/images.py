@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ class PromptImage(Struct, eq=False):
     runs: tuple[tuple[int, int], ...] = ()
     # Rows and columns of its tokens, whose places are adjacent, where the decoder turns them by these; likewise.
     grid: tuple[int, int] | None = None
+    attention: SoundAttention | None = None  # of sound: what is kept of the attention over it; None: nothing
 
     def within(self, first: int, end: int) -> slice:
         """Those of its places that are in [first, end), by their numbers."""
@@ -49,6 +50,47 @@ class PromptImage(Struct, eq=False):
         """A number for each place by which caches tell images apart: of 62 bits from the digest, and no token's id."""
         stream = hashlib.shake_256(b"image" + self.digest).digest(8 * len(self.places))
         return array("q", (np.frombuffer(stream, "<i8") & (_KEY_BIT - 1) | _KEY_BIT).tolist())
+
+
+class SoundAttention:
+    """Some heads' keys of a window of sound, and queries of the text behind it, as a sequence's steps compute them. Of
+    one sequence; it is whole once that has its next token. Steps may repeat rows.
+    """
+
+    def __init__(self, heads: Sequence[tuple[int, int]], num_places: int, num_rows: int) -> None:
+        """`heads` are layers and heads in them. Rows are the `num_rows` tokens behind the sound's places."""
+        self.heads = tuple(heads)
+        self.num_places = num_places
+        self.num_rows = num_rows
+        self.keys: list[npt.NDArray[np.float32] | None] = [None] * len(
+            heads
+        )  # (num_places, head_dim) of each head
+        self.queries: list[npt.NDArray[np.float32] | None] = [None] * len(
+            heads
+        )  # (num_rows, head_dim), scaled
+
+    def add(
+        self, number: int, position: int, queries: npt.NDArray[np.float32], keys: npt.NDArray[np.float32]
+    ) -> None:
+        """Take queries (T, head_dim) of the head of this number, of the sequence's tokens from `position` on."""
+        kept = self.queries[number]
+        if kept is None:
+            kept = self.queries[number] = np.zeros((self.num_rows, keys.shape[1]), np.float32)
+        own = queries[: self.num_places + self.num_rows - position]
+        kept[position - self.num_places :][: len(own)] = own
+        self.keys[number] = keys
+
+    def shares(self) -> Iterator[npt.NDArray[np.float32]]:
+        """(num_rows, num_places) of each head in turn: the shares of each place. Each row is computed by itself."""
+        for queries, keys in zip(self.queries, self.keys, strict=True):
+            assert queries is not None
+            assert keys is not None
+            made = np.empty((self.num_rows, self.num_places), np.float32)
+            for row, query in enumerate(queries):
+                scores = np.einsum("kd,d->k", keys, query)
+                powers = np.exp(scores - scores.max())
+                made[row] = powers / powers.sum()
+            yield made
 
 
 def axes_of(images: Sequence[PromptImage], first: int, end: int) -> npt.NDArray[np.int64]:

@@ -88,6 +88,8 @@ class SamplingParams(Struct, frozen=True):
     # The first of a speech model's tokens of times: where these are likelier together than any other token that may
     # come next, one of them does.
     times_from: int | None = None
+    # Log-probabilities are those among the tokens that may come next.
+    masks_logprobs: bool = False
 
     def __post_init__(self) -> None:
         _in_range("temperature", self.temperature, 0.0, 100.0)
@@ -200,7 +202,7 @@ class GenerationRequest(Struct, frozen=True):
 
 class TokenLogprob(Struct, frozen=True):
     """Natural logarithms under the model's own distribution (after penalties and bias, before temperature
-    and filters).
+    and filters; with `SamplingParams.masks_logprobs` after the grammar's).
     """
 
     token: int

@@ -4,7 +4,8 @@ Order, as in transformers: logit bias; repetition penalty (prompt and output), p
 frequency penalty (output); the grammar and the request's limits, which mask all other tokens;
 temperature; top-k (values equal to the k-th are kept); top-p of the rest, renormalised (the
 smallest set of best tokens that reaches p, at least one); min-p (relative to the best token's
-probability). Log probabilities are taken before the grammar, the limits and the temperature.
+probability). Log probabilities are taken before the temperature, and before the grammar and the
+limits, unless a request has `masks_logprobs`.
 
 A draw is a race: each token's probability is divided by an exponential number of its own, and the
 largest quotient wins, so each token wins with exactly its probability. The numbers are derived from
@@ -80,7 +81,8 @@ def _choose(logits: Floats, state: SamplingState) -> Chosen:
         token = _draw(legal, score, state)
     if state.num_top_logprobs is None:
         return Choice(token)
-    return Choice(token, token_logprob(scores, token, state.num_top_logprobs))
+    counted = legal if state.params.masks_logprobs else scores
+    return Choice(token, token_logprob(counted, token, state.num_top_logprobs))
 
 
 def _best(scores: Floats) -> list[tuple[float, int]]:

@@ -278,7 +278,12 @@ def _invoke(command: Parser) -> None:
 
 def _batch(command: Parser) -> None:
     add(command, "artifact", "ARTIFACT", "an artifact or a model directory")
-    add(command, "input", "INPUT", "JSONL, a request a line: a path, s3://bucket/key or gs://bucket/key")
+    add(
+        command,
+        "input",
+        "INPUT",
+        "JSONL, a request a line, or sound: a path, s3://bucket/key or a folder/ of sound",
+    )
     add(command, "output", "OUTPUT", "a folder, s3://bucket/prefix/ or gs://bucket/prefix/, or a name.jsonl")
     switch(command, "--json", "print the report for machines, at a terminal, too")
     add(

@@ -26,6 +26,8 @@ CONFIG = {
     "vocab_size": VOCAB_SIZE,
     "max_source_positions": 50,
     "max_target_positions": 40,
+    "decoder_layers": 3,
+    "decoder_attention_heads": 2,
     "eos_token_id": [END],
 }
 OWN = {key: value for key, value in GENERATION.items() if key != "eos_token_id"}
@@ -58,6 +60,11 @@ def test_a_model_of_english_alone() -> None:
         ({"lang_to_id": [1]}, "lang_to_id is list"),
         ({"task_to_id": {"transcribe": True}}, "transcribe is True"),
         ({"suppress_tokens": [VOCAB_SIZE]}, "suppress_tokens is list"),
+        ({"alignment_heads": [[3, 0]]}, "alignment_heads is list"),
+        ({"alignment_heads": [[0, 2]]}, "layers with heads that the decoder has"),
+        ({"alignment_heads": [[0, True]]}, "alignment_heads is list"),
+        ({"alignment_heads": [[0, 0]] * 65}, "a list of up to 64"),
+        ({"alignment_heads": {}}, "alignment_heads is dict"),
         ({"suppress_tokens": [0] * 5_000}, "up to 4096 tokens"),
         ({"max_initial_timestamp_index": "1"}, "max_initial_timestamp_index is '1'"),
     ],

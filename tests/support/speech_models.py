@@ -60,6 +60,7 @@ GENERATION: dict[str, Any] = {
     "no_timestamps_token_id": NO_TIMES,
     "prev_sot_token_id": BEFORE,
     "max_initial_timestamp_index": 10,
+    "alignment_heads": [[0, 1], [2, 0], [2, 1]],
     "max_length": 40,
     "suppress_tokens": [3, 5, 7, START, BEFORE, NO_SPEECH, *LANGUAGES.values(), *TASKS.values()],
     "begin_suppress_tokens": [32, END],

@@ -350,7 +350,8 @@ def _job(fields: dict[str, Any]) -> Job:
     if not isinstance(version, str):
         raise EventError("version must be an ETag, or a generation", param="version")
     given = _address(fields.get("input"), "input")
-    ref = _checked(replace(given, etag=version.strip('"')), "input")
+    ref = replace(given, etag=version.strip('"'))
+    _checked(replace(ref, key=ref.key.removesuffix("/")), "input")  # a folder of sound ends in one
     limits = {name: fields[name] for name in _LIMITS if name in fields}
     if not all(type(value) is int for value in limits.values()):
         raise EventError(f"{', '.join(limits)} must be whole numbers", param=next(iter(limits)))

@@ -282,6 +282,15 @@ class NativeDecoder:
             raise ValueError(f"there are no layers [{first}, {end})")
         arrays.check_contiguous(x, "x")
         filled = [self._fill(index) for index in range(first, end) if index not in self._parts]
+        kept = None
+        if (
+            self._spec.source_len
+            and half == WHOLE_LAYERS
+            and any(each.attention for each in step.batch.spans)
+        ):
+            from .speech import KeptQueries  # of few requests
+
+            kept = KeptQueries(self._spec, num_rows, first, end)
         num_bytes = int(self._scratch_bytes(ctypes.byref(self._record), num_rows))
         args = records.DecoderStepArgs(
             model=ctypes.pointer(self._record),
@@ -297,6 +306,7 @@ class NativeDecoder:
             chosen=arrays.address_or_null(chosen),
             query_scales=arrays.address_or_null(step.query_scales),
             layer_inputs=arrays.address_or_null(inputs),
+            cross_queries=arrays.address_or_null(None if kept is None else kept.queries),
             num_spans=step.spans.num,
             num_rows=num_rows,
             first=first,
@@ -307,6 +317,8 @@ class NativeDecoder:
             self._adapted.call(args, step.runs, num_rows)
         elif num_rows:
             self._operations.call("tn_decoder_step", args)
+        if kept is not None:
+            kept.give(step.batch.spans, step.pool)
         del filled  # until here its addresses are in use
 
     def logits(self, x: Array | RowsWithInputs, rows: Int64s) -> Floats:

@@ -243,7 +243,7 @@ class DecoderStepArgs(ctypes.Structure):
         ("model", ctypes.POINTER(DecoderRecord)),
         ("kv", ctypes.POINTER(KV)),
         *fields(_POINTER, "spans turns local_turns turn slots x scratch ends chosen query_scales"),
-        ("layer_inputs", _POINTER),
+        *fields(_POINTER, "layer_inputs cross_queries"),
         *fields(_INT64, "num_spans num_rows first end"),
         *fields(_INT32, "half reserved"),
     )

@@ -1,9 +1,10 @@
 """The native executor of encoders of sound: convolutions as products over neighbouring columns, then an encoder's
-layers over one window.
+layers over one window. And what a decoder's step tells of its attention over the window.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,16 +13,18 @@ from ...models.executor import TextBatch
 from ...models.matrices import DenseMatrix, StoredProjection
 from ...models.spec import Activation
 from ...models.speech import TAPS
-from ...tensors import from_float32
+from ...tensors import from_float32, to_float32
 from .encoder import NativeEncoder
 from .operations import ACTIVATIONS
 
 if TYPE_CHECKING:
     from ....loader.native.library import Library
     from ...models.executor import Floats
-    from ...models.spec import EncoderSpec
+    from ...models.spec import DecoderSpec, EncoderSpec
     from ...models.speech import SpeechWeights
+    from ...step.batch import SequenceSpan
     from .arrays import Array
+    from .pools import Pool
 
 
 class NativeSpeech:
@@ -60,3 +63,34 @@ class NativeSpeech:
         final_norm = self._weights.encoder.final_norm
         assert final_norm is not None
         return self._encoder.norm(x, final_norm)
+
+
+class KeptQueries:
+    """The queries of a step's attention over sound, of the layers [first, end), for the spans that keep some."""
+
+    def __init__(self, spec: DecoderSpec, num_rows: int, first: int, end: int) -> None:
+        self._spec = spec
+        self._first, self._end = first, end
+        shape = (end - first, num_rows, spec.num_heads, spec.head_dim)
+        self.queries: Array = np.empty(shape, spec.dtype.numpy)
+
+    def give(self, spans: Sequence[SequenceSpan], pool: Pool) -> None:
+        """Give them, and the keys that they meet, to the spans' `attention`. The step is done."""
+        spec, places = self._spec, self._spec.kv_places()
+        for span in spans:
+            attention = span.attention
+            if attention is None:
+                continue
+            tokens = np.arange(attention.num_places)
+            blocks = np.array(span.blocks, np.int64)[tokens // pool.block_size]
+            slots = blocks * pool.block_size + tokens % pool.block_size
+            for number, (layer, head) in enumerate(attention.heads):
+                if not self._first <= layer < self._end:
+                    continue
+                at = places[layer].layer, 0, head, slots
+                keys = to_float32(pool.data[at], spec.dtype)
+                if pool.scales is not None:
+                    keys = keys * to_float32(pool.scales[at], spec.dtype)
+                rows = self.queries[layer - self._first, span.start : span.start + span.length, head]
+                queries = to_float32(rows, spec.dtype) * np.float32(spec.attention_scale)
+                attention.add(number, span.context_len - span.length, queries, keys)

@@ -22,6 +22,12 @@ from tests.support.speech_models import (
     wav_of,
 )
 
+from teneral.handlers.openai import scribe
+from teneral.runtime.speech.windows import SpokenSegment
+from teneral.runtime.speech.words import words_of
+
+# Random weights are unlikely to be sure of a text.
+NO_THRESHOLDS = {f"{name}_threshold": "none" for name in ("logprob", "compression_ratio", "no_speech")}
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 
 
@@ -51,6 +57,8 @@ class Oracle:
             time_precision=0.02,
             **options,
         )
+        if not made["segments"]:
+            return []
         return [
             (
                 round(float(each["start"]), 3),
@@ -80,7 +88,7 @@ async def send(server: Any, sound: np.ndarray | bytes, path: str = TRANSCRIPTION
     form = aiohttp.FormData()
     data = sound if isinstance(sound, bytes) else wav_of(sound, kind=3, bits=32)
     form.add_field("file", data, filename="a.wav", content_type="audio/wav")
-    for name, value in fields.items():
+    for name, value in {**NO_THRESHOLDS, **fields}.items():
         form.add_field(name, str(value))
     async with server.client.post(path, data=form) as response:
         body = await response.read()
@@ -159,6 +167,153 @@ async def test_a_temperature_draws(server: Any) -> None:
     sound = noise(0.8)
     answers = {str(json_of(await send(server, sound, language="en", temperature=1))) for _ in range(3)}
     assert len(answers) > 1
+    seeded = {str(json_of(await send(server, sound, language="en", temperature=1, seed=7))) for _ in range(3)}
+    assert len(seeded) == 1
+
+
+def own_segments(answer: Any) -> list[tuple[float, float, str]]:
+    return [(each["start"], each["end"], each["text"]) for each in json_of(answer)["segments"]]
+
+
+async def test_texts_so_far_precede_a_window_on_request(server: Any, speech: Any) -> None:
+    tokens = speech[0].tokenizer.encode(" Ada", add_special_tokens=False)
+    for seed in range(3):
+        for prompt in ("", "Ada"):
+            sound, fields = noise(3.7, seed=seed), {"language": "en", "response_format": "verbose_json"}
+            answer = await send(server, sound, **fields, prompt=prompt, condition_on_prev_tokens="true")
+            more = {"prompt_ids": torch.tensor([BEFORE, *tokens])} if prompt else {}
+            expected = speech[1].segments(
+                sound, language="en", task="transcribe", condition_on_prev_tokens=True, **more
+            )
+            assert own_segments(answer) == expected
+
+
+@pytest.mark.parametrize("seconds", [0.9, 3.7])
+async def test_times_of_words_are_those_of_transformers(server: Any, speech: Any, seconds: float) -> None:
+    num_compared = 0
+    for seed in range(3):
+        sound, features = noise(seconds, seed=seed), features_of(noise(seconds, seed=seed))
+        form = {"language": "en", "response_format": "verbose_json"}
+        both = {"timestamp_granularities[]": "word", "timestamp_granularities": "segment"}
+        answer = json_of(await send(server, sound, **form, **both))
+        num_frames = min(features.shape[-1], round(seconds * 100))
+        mask = (torch.arange(features.shape[-1]) < num_frames)[None].long()
+        with torch.no_grad():
+            made = speech[1].model.generate(
+                features,
+                attention_mask=mask,
+                language="en",
+                task="transcribe",
+                return_timestamps=True,
+                return_token_timestamps=True,
+                return_segments=True,
+                time_precision=0.02,
+            )
+        words = iter((each["word"], each["start"], each["end"]) for each in answer["words"])
+        for own, each in zip(answer["segments"], made["segments"][0], strict=True):
+            segment = SpokenSegment(0, 0, tuple(each["tokens"].tolist()), 0)
+            ends = [0.0, *each["token_timestamps"].tolist(), 0.0]
+            expected = words_of(segment, ends, TIMES_FROM, speech[1].text_of, "en")
+            found = [next(words) for _ in expected]
+            # transformers counts places from the end where a window has less than one of the sound.
+            if num_frames - own["seek"] >= 2:
+                assert found == [(text, round(start, 2), round(end, 2)) for text, start, end in expected]
+                num_compared += len(found)
+        assert next(words, None) is None
+    assert num_compared > 3
+
+
+async def test_words_come_without_segments(server: Any) -> None:
+    fields = {"language": "en", "response_format": "verbose_json", "timestamp_granularities[]": "word"}
+    answer = json_of(await send(server, noise(0.9, seed=5), **fields))
+    assert "segments" not in answer
+    assert all(0 <= word["start"] <= word["end"] <= 1 for word in answer["words"])
+
+
+async def test_silent_windows_are_dropped_as_by_transformers(
+    server: Any, speech: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle, sound = speech[1], noise(6.6, seed=11)
+    means, silences = watched(oracle, monkeypatch)
+    fields = {"language": "en", "response_format": "verbose_json"}
+    options = {"language": "en", "task": "transcribe"}
+    answer = await send(server, sound, **fields)
+    assert own_segments(answer) == oracle.segments(
+        sound, **options, temperature=(0.0,), logprob_threshold=-50.0, no_speech_threshold=1.0
+    )
+    windows = {each["seek"]: each for each in json_of(answer)["segments"]}.values()
+    num_segments = len(own_segments(answer))
+    np.testing.assert_allclose([each["avg_logprob"] for each in windows], means, atol=1e-4)
+    np.testing.assert_allclose([each["no_speech_prob"] for each in windows], silences, rtol=1e-3)
+
+    monkeypatch.setattr(scribe, "TEMPERATURES", (0.0,))
+    lowest, highest = sorted(means)[-3], sorted(silences)[2]
+    limits = {"logprob_threshold": lowest + 1e-3, "no_speech_threshold": highest + 1e-5}
+    answer = await send(server, sound, **fields, **limits)
+    expected = oracle.segments(sound, **options, **limits, temperature=(0.0,))
+    assert own_segments(answer) == expected
+    assert 0 < len(expected) < num_segments
+
+
+def watched(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], list[float]]:
+    """The mean log-probabilities and probabilities of silence that transformers comes to, as it does."""
+    means: list[float] = []
+    silences: list[float] = []
+    mean_of, decide = oracle.model._retrieve_avg_logprobs, oracle.model._need_fallback
+
+    def retrieve(*args: Any) -> Any:
+        means.append(float(mean_of(*args)))
+        return means[-1]
+
+    def need(*args: Any) -> Any:
+        (detector,) = [each for each in args[3] if type(each).__name__ == "WhisperNoSpeechDetection"]
+        silences.append(float(detector.no_speech_prob[0]))
+        return decide(*args)
+
+    monkeypatch.setattr(oracle.model, "_retrieve_avg_logprobs", retrieve)
+    monkeypatch.setattr(oracle.model, "_need_fallback", need)
+    return means, silences
+
+
+async def test_poor_texts_are_drawn_again_at_higher_temperatures(server: Any) -> None:
+    sound, fields = noise(1.4, seed=2), {"language": "en", "response_format": "verbose_json"}
+    accepted = json_of(await send(server, sound, **fields, logprob_threshold="-100"))
+    assert {each["temperature"] for each in accepted["segments"]} == {0.0}
+    means = [each["avg_logprob"] for each in accepted["segments"]]
+    poor = [
+        await send(server, sound, **fields, **limits)
+        for limits in ({"logprob_threshold": 0}, {"logprob_threshold": 0}, {"compression_ratio_threshold": 0})
+    ]
+    for answer in poor:
+        assert {each["temperature"] for each in json_of(answer)["segments"]} == {1.0}
+    assert json_of(poor[0]) == json_of(poor[1]), "draws have a seed"
+    other = json_of(await send(server, sound, **fields, logprob_threshold=0, seed=3))
+    assert other != json_of(poor[0])
+    some = json_of(await send(server, sound, **fields, logprob_threshold=max(means) - 1e-3))
+    assert any(each["temperature"] for each in some["segments"])
+    alone = json_of(await send(server, sound, **fields, logprob_threshold=0, temperature=0.4))
+    assert {each["temperature"] for each in alone["segments"]} == {0.4}
+
+
+async def test_thresholds_are_set_by_themselves(server: Any) -> None:
+    sound, defaults = noise(0.8, seed=2), dict.fromkeys(NO_THRESHOLDS, "")
+    answer = json_of(await send(server, sound, language="en", response_format="verbose_json", **defaults))
+    means = [(each["avg_logprob"], each["temperature"]) for each in answer["segments"]]
+    assert all(mean >= -1 or temperature == 1 for mean, temperature in means)
+
+
+async def test_a_stream_has_the_text_of_each_window(server: Any) -> None:
+    sound = noise(3.3, seed=4)
+    whole = json_of(await send(server, sound, language="de"))["text"]
+    answer = await send(server, sound, language="de", stream="true")
+    assert answer.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+    events = [json.loads(each.removeprefix(b"data: ")) for each in answer.body.split(b"\n\n")[:-1]]
+    assert {each["type"] for each in events[:-1]} == {"transcript.text.delta"}
+    assert "".join(each["delta"] for each in events[:-1]) == whole
+    assert len(events) > 2
+    assert events[-1] == {"type": "transcript.text.done", "text": whole}
+    refused = await send(server, sound, language="xx", stream="true")
+    assert (refused.status, error_of(refused)["param"]) == (400, "language")
 
 
 def error_of(answer: Any) -> Any:
@@ -173,8 +328,15 @@ def error_of(answer: Any) -> Any:
         ({"temperature": "hot"}, "temperature", "a number from 0 to 1"),
         ({"temperature": "nan"}, "temperature", "a number from 0 to 1"),
         ({"temperature": "2"}, "temperature", "a number from 0 to 1"),
-        ({"stream": "true"}, "stream", "not supported"),
-        ({"timestamp_granularities[]": "word"}, "timestamp_granularities[]", "must be segment"),
+        ({"stream": "maybe"}, "stream", "one of false, true"),
+        ({"stream": "true", "response_format": "srt"}, "response_format", "one of json, text"),
+        ({"logprob_threshold": "1"}, "logprob_threshold", "a number from -100 to 0"),
+        ({"no_speech_threshold": "inf"}, "no_speech_threshold", "a number from 0 to 1"),
+        ({"seed": "-1"}, "seed", "a whole number from 0"),
+        ({"seed": "9" * 19}, "seed", "a whole number from 0"),
+        ({"teneral[priority]": "high"}, "teneral[priority]", "one of interactive, batch"),
+        ({"timestamp_granularities[]": "word"}, "timestamp_granularities[]", "verbose_json"),
+        ({"timestamp_granularities[]": "line"}, "timestamp_granularities[]", "one of segment, word"),
         ({"chunking_strategy": "auto"}, "chunking_strategy", "unknown field"),
         ({"prompt": "x" * 9_000}, "prompt", "8192 characters"),
         ({"prompt": "<|start|>"}, "prompt", "special tokens"),

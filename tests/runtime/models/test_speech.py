@@ -34,7 +34,7 @@ from teneral.runtime.engine.sequence import Lane
 from teneral.runtime.errors import ModelError
 from teneral.runtime.kv.storage import KVKind
 from teneral.runtime.step.batch import Epoch, Rows, build_batch, join, select
-from teneral.runtime.step.images import PromptImage
+from teneral.runtime.step.images import PromptImage, SoundAttention
 from teneral.runtime.step.requests import GenerationRequest
 from teneral.runtime.step.state import SamplingState
 from teneral.runtime.weights import StreamedWeights
@@ -125,6 +125,32 @@ def test_bits_depend_on_no_company_and_no_chunks(dtype: torch.dtype, kind: KVKin
         assert (made[-1] == other[-1]).all()
         parts.append(made[:-1])
     assert (np.concatenate(parts) == alone).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KVKind)
+def test_attention_over_sound_is_that_of_transformers(kind: KVKind) -> None:
+    model, heads = tiny_speech_model(), [(0, 1), (2, 0), (2, 1)]
+    decoder = ours(model)
+    window, features = encoded(decoder)
+    made = model(
+        input_features=features, decoder_input_ids=torch.tensor([TEXT]), output_attentions=True
+    ).cross_attentions
+    expected = np.stack([made[layer][0, head].numpy() for layer, head in heads])
+
+    def attended(*ends: int) -> np.ndarray:
+        window.attention = SoundAttention(heads, NUM_PLACES, len(TEXT))
+        kv, lane = decoder.new_kv(48, 4, kind=kind), lane_of(PROMPT, tuple(range(16)), window)
+        for first, end in zip((0, *ends), (*ends, len(PROMPT)), strict=True):
+            other = Rows(
+                lane_of(PROMPT, tuple(range(16, 32)), encoded(decoder)[0]), PROMPT, 0, len(PROMPT), 1
+            )
+            decoder.forward(build_batch([other, Rows(lane, PROMPT, first, end, 1)], 4), kv)
+        return np.stack(list(window.attention.shares()))
+
+    alone = attended()
+    np.testing.assert_allclose(alone, expected, atol=3e-4 if kind is KVKind.MODEL else 0.03)
+    assert (attended(20, 53, 54) == alone).all()
 
 
 def test_passes_with_sound_are_joined_and_divided() -> None:

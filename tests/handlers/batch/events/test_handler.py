@@ -20,6 +20,7 @@ from tests.support.batch_events import (
 )
 from tests.support.batch_jobs import config_of, prompts
 from tests.support.load import slowdown
+from tests.support.speech_models import noise, save_speech, wav_of
 
 from teneral.cli_report import exit_code
 from teneral.handlers.batch.events.parse import EventError, JobFailedError, JobRetryError
@@ -49,6 +50,37 @@ async def test_an_upload_is_answered_where_the_setting_says(cloud: Cloud, invoke
     assert report["input"] == f"s3://uploads/{key}"
     assert report["output"] == f"s3://results/uploads/{key}/{etag}.jsonl"
     assert [record["custom_id"] for record in cloud.records(report["output"])] == ids(3)
+
+
+async def test_an_uploaded_file_of_sound_is_written_down(
+    cloud: Cloud, invoke: Invoke, tmp_path: Path, one_thread: None
+) -> None:
+    save_speech(tmp_path)
+    keys = [f"calls/{name}.wav" for name in "ab"]
+    etags = [
+        cloud.s3.put_object(Bucket="uploads", Key=key, Body=data)["ETag"].strip('"')
+        for key, data in zip(keys, (wav_of(noise(0.6)), b"RIFF"), strict=True)
+    ]
+    events = [s3_event("uploads", key, etag=etag) for key, etag in zip(keys, etags, strict=True)]
+    config = config_of(
+        tmp_path,
+        endpoint_url=cloud.url,
+        batch_output="s3://results/{key}/{etag}.jsonl",
+        batch_audio='{"language": "en", "response_format": "verbose_json", "logprob_threshold": "none"}',
+    )
+    with Instance(config) as host:
+        (made,), (broken,) = [(await invoke(event, host=host))["results"] for event in events]
+        folder = {"input": "s3://uploads/calls/", "output": "s3://results/calls.jsonl"}
+        whole = await invoke(folder, host=host)
+        cloud.s3.put_object(Bucket="uploads", Key=keys[0], Body=wav_of(noise(0.5)))
+        late = s3_event("uploads", keys[0], etag="0" * 32)
+        (superseded,) = (await invoke(late, host=host))["results"]
+    assert (made["status"], made["failed"], broken["failed"]) == ("complete", 0, 1)
+    assert made["output"] == f"s3://results/calls/a.wav/{etags[0]}.jsonl"
+    (record,) = cloud.records(made["output"])
+    assert (record["custom_id"], bool(record["segments"])) == ("a.wav", True)
+    assert (whole["records"], whole["failed"], superseded["status"]) == (2, 1, "superseded")
+    assert [each["custom_id"] for each in cloud.records(whole["output"])] == ["a.wav", "b.wav"]
 
 
 async def test_several_records_are_several_jobs(cloud: Cloud, invoke: Invoke) -> None:

@@ -154,19 +154,28 @@ class DirectExecutor:
         self._kv = kv
         self._is_opened_alone = False
         self._kernels.load(self.modules)
-        limits = replace(limits, num_latent_copies=len(self._copied_layers))
-        self._workspace = Workspace(self.device, self.spec, limits, kv)
+        self._workspace = Workspace(self.device, self.spec, self._with_copies(limits), kv)
         self._to_copy = list(self._copied_layers)
         self._launches = DecoderLaunches(self._kernels, self._weights, self._workspace, kv)
 
-    def step_bytes(self, max_running: int) -> int:
-        """The memory that `open` takes for this many sequences, of any length."""
-        limits = WorkspaceLimits(
-            max_spans=max_running,
-            max_context=self.spec.max_context,
-            num_latent_copies=len(self._copied_layers),
-        )
-        return DeviceArena.measure(lambda arena: StepArrays(arena, self.spec, limits))
+    def step_bytes(self, max_running: int, adapters_bytes: int = 0) -> int:
+        """The memory that `open` takes for this many sequences, of any length, and what adapters of so many bytes take
+        in addition.
+        """
+        limits = WorkspaceLimits(max_spans=max_running, max_context=self.spec.max_context)
+        size_bytes = self._arrays_bytes(limits)
+        if adapters_bytes:
+            num_layers, num_rows = self.spec.num_layers, limits.max_rows
+            tables = DeviceAdapters.table_bytes(num_layers, num_slots=max_running, num_rows=num_rows)
+            size_bytes += sum(tables) + adapters_bytes
+        return size_bytes
+
+    def batch_bytes(self, max_tokens: int) -> int:
+        """The memory of the largest batch of texts of up to so many tokens, without an engine: keys and values, too."""
+        limits = WorkspaceLimits.alone(self.spec)
+        num_blocks = max(limits.max_spans, -(-max_tokens // limits.block_size))
+        of_pool = num_blocks * self.kv_block_bytes(limits.block_size, KVKind.MODEL)
+        return self._arrays_bytes(limits) + of_pool
 
     def close(self) -> None:
         """Free what `open` took, once the device is done with it. Idempotent."""
@@ -322,6 +331,13 @@ class DirectExecutor:
             self._is_opened_alone = True
         assert self._workspace is not None
         return self._workspace
+
+    def _with_copies(self, limits: WorkspaceLimits) -> WorkspaceLimits:
+        return replace(limits, num_latent_copies=len(self._copied_layers))
+
+    def _arrays_bytes(self, limits: WorkspaceLimits) -> int:
+        limits = self._with_copies(limits)
+        return DeviceArena.measure(lambda arena: StepArrays(arena, self.spec, limits))
 
     def _check(self, first: int, end: int) -> None:
         """Check what the content of these layers must be, once. Raises `ModelError`."""

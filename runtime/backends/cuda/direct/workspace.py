@@ -37,7 +37,7 @@ class WorkspaceLimits(Struct, frozen=True, kw_only=True):
     num_latent_copies: int = 0  # of matrices: `latent.copied_layers`
 
     @classmethod
-    def alone(cls, spec: DecoderSpec, block_size: int) -> WorkspaceLimits:
+    def alone(cls, spec: DecoderSpec, block_size: int = 16) -> WorkspaceLimits:
         """For passes without an engine, as of texts that are embedded."""
         return cls(
             max_rows=max(2048, spec.max_context if spec.is_bidirectional else 0),

@@ -207,9 +207,9 @@ def pool_bytes(
 ) -> int:
     """The size of the KV pool in bytes: `kv_bytes`, or the default.
 
-    The weights have their memory by now; on a CPU, much of that is not touched yet. `adapters_bytes` bounds the adapters
-    of a model that has some. Raises `InsufficientMemoryError` where weights, the largest step and the pool are more than
-    `device_percent` of the device's memory.
+    The weights have their memory by now; on a CPU, much of that is not touched yet. `adapters_bytes` bounds the
+    adapters of a model that has some. Raises `InsufficientMemoryError` where weights, the largest step and the pool are
+    more than `device_percent` of the device's memory.
     """
     if kv_bytes is not None and (model.device == CPU or device_percent is None):
         return kv_bytes
@@ -237,8 +237,8 @@ def pool_bytes(
 
 
 def check_encoder_share(model: Any, weight_bytes: int, device_percent: int | None) -> None:
-    """Raise `InsufficientMemoryError` where weights and the largest batch of texts are more than `device_percent` of the
-    device's memory. Of what torch computes, batches are not counted.
+    """Raise `InsufficientMemoryError` where weights and the largest batch of texts are more than `device_percent` of
+    the device's memory. Batches that torch computes are not counted.
     """
     executor = getattr(model, "executor", None)
     if device_percent is None or not getattr(executor, "is_direct", False):

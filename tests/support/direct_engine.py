@@ -34,9 +34,9 @@ TEXT = [int(token) for token in np.random.default_rng(0).integers(0, 320, MAX_CO
 TIMEOUT_S = patience_s(100)
 # Overrides for mixtures of experts, of whose sizes the kernels take multiples of 32 and `tiny_models` has others.
 _WIDE = {"moe_intermediate_size": 64}
-LATENTS: dict[str, dict[str, Any]] = dict.fromkeys(
-    ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), {**_WIDE, "qk_nope_head_dim": 32}
-)
+LATENTS: dict[str, dict[str, Any]] = {
+    family: {**_WIDE, "qk_nope_head_dim": 32} for family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+}
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "olmoe": {},

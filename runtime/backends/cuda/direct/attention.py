@@ -24,9 +24,7 @@ def attention_launches(
     """Attention of one layer over the block table, for steps of at most `num_items`, and `num_merges` whose splits are
     folded by a launch of its own.
     """
-    module = attention_module(
-        arguments.head_dim, of_int8=bool(arguments.key_scales), of_latents=of_latents
-    )
+    module = attention_module(arguments.head_dim, of_int8=bool(arguments.key_scales), of_latents=of_latents)
     dim = LATENT_DIM if of_latents else padded_dim(arguments.head_dim)
     num_pairs = MANY_PAIRS if many else FEW_PAIRS
     num_kv_heads = arguments.num_kv_heads

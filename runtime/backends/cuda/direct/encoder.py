@@ -102,7 +102,7 @@ class EncoderWorkspace:
 
     @staticmethod
     def measure(spec: EncoderSpec, num_rows: int) -> int:
-        """The memory that arrays for so many rows take."""
+        """The memory that arrays for this number of rows take."""
         return DeviceArena.measure(lambda arena: EncoderArrays(arena, spec, num_rows))
 
     def load(self, batch: TextBatch) -> BatchProgram:
@@ -160,8 +160,8 @@ class DirectEncoder:
 
     @memory_errors()
     def embed(self, batch: TextBatch) -> TextBatch:
-        """Takes memory for a batch that is larger than those before it, and for a longer text than batches have until it
-        is finished.
+        """Takes memory for a batch that is larger than those before it; for a text that is longer than a batch of several,
+        until it is finished.
         """
         self._under_way = None
         self._check(batch)
@@ -201,7 +201,7 @@ class DirectEncoder:
         return rows
 
     def batch_bytes(self, max_tokens: int) -> int:
-        """The memory of the largest batch, where texts have up to so many tokens."""
+        """The memory of the largest batch of texts of up to `max_tokens`."""
         return EncoderWorkspace.measure(self.spec, _room_for(max(max_tokens, MAX_BATCH_TOKENS)))
 
     def close(self) -> None:

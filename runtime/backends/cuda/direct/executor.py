@@ -159,8 +159,8 @@ class DirectExecutor:
         self._launches = DecoderLaunches(self._kernels, self._weights, self._workspace, kv)
 
     def step_bytes(self, max_running: int, adapters_bytes: int = 0) -> int:
-        """The memory that `open` takes for this many sequences, of any length, and what adapters of so many bytes take
-        in addition.
+        """The memory that `open` takes for this many sequences, of any length, and that of their adapters, which are
+        `adapters_bytes` on the host at most.
         """
         limits = WorkspaceLimits(max_spans=max_running, max_context=self.spec.max_context)
         size_bytes = self._arrays_bytes(limits)
@@ -171,7 +171,7 @@ class DirectExecutor:
         return size_bytes
 
     def batch_bytes(self, max_tokens: int) -> int:
-        """The memory of the largest batch of texts of up to so many tokens, without an engine: keys and values, too."""
+        """The memory of the largest batch of texts of up to `max_tokens`, without an engine: keys and values, too."""
         limits = WorkspaceLimits.alone(self.spec)
         num_blocks = max(limits.max_spans, -(-max_tokens // limits.block_size))
         of_pool = num_blocks * self.kv_block_bytes(limits.block_size, KVKind.MODEL)

@@ -114,10 +114,16 @@ class LatentLaunches(RowLaunches):
         ]
 
     def before(
-        self, number: int, down: Array, angles: tuple[int, int], places: LayerPlaces, tables: tuple[int, int], rows: int
+        self,
+        number: int,
+        down: Array,
+        angles: tuple[int, int],
+        places: LayerPlaces,
+        tables: tuple[int, int],
+        rows: int,
     ) -> list[KernelLaunch]:
-        """From the projected rows to queries that attend to latents, and the rows' own in the pool. `angles` are addresses
-        of cosines and sines, `tables` those of the rows' positions and slots.
+        """From the projected rows to queries that attend to latents, and the rows' own in the pool. `angles` are
+        addresses of cosines and sines, `tables` those of the rows' positions and slots.
         """
         spec, latent, layer, arrays = self._spec, self._latent, self._layers[number], self.arrays
         assert layer.key_norm is not None
@@ -156,7 +162,9 @@ class LatentLaunches(RowLaunches):
         """From sums of latents to the rows' outputs, those of all heads side by side."""
         spec, latent, sums = self._spec, self._latent, self.arrays.sums
         layout = MatrixLayout("float", latent.rank, latent.rank, scale_rows=1, scale_kind=0, bias_kind=0)
-        of_keys = latent.plain_dim * latent.rank * spec.dtype.size_bytes  # a head's rows before those for values
+        of_keys = (
+            latent.plain_dim * latent.rank * spec.dtype.size_bytes
+        )  # a head's rows before those for values
         part = MatrixPart(weight=self._address(number) + of_keys)
         x = Array(sums.address, (sums.shape[0], latent.rank), sums.dtype)
         product = HeadProduct(

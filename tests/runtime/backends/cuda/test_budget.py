@@ -40,7 +40,9 @@ def test_most_of_what_is_left_is_for_keys_and_values():
 def test_a_pool_in_a_share_of_a_device_leaves_the_rest_to_others(free):
     driver = SimpleNamespace(memory=lambda: (free, 80 * GIB))
     executor = SimpleNamespace(
-        is_direct=True, device=SimpleNamespace(driver=driver), step_bytes=lambda _, adapters_bytes: GIB + adapters_bytes
+        is_direct=True,
+        device=SimpleNamespace(driver=driver),
+        step_bytes=lambda _, adapters_bytes: GIB + adapters_bytes,
     )
     model = SimpleNamespace(device="cuda:0", executor=executor)
     others = GIB + GRAPH_BYTES + SPARE_BYTES
@@ -54,7 +56,7 @@ def test_a_pool_in_a_share_of_a_device_leaves_the_rest_to_others(free):
             pool_bytes(model, 16 * GIB, 8, **settings_)
         assert "weights 16,384" in caught.value.message
     with_adapters = pool_bytes(model, 16 * GIB, 8, device_percent=40, adapters_bytes=GIB)
-    assert 0.9 * GIB <= kv_bytes - with_adapters <= GIB + 1
+    assert 0.89 * GIB < kv_bytes - with_adapters < GIB
 
 
 def test_the_largest_batch_of_an_encoder_is_counted_in_a_share_of_a_device():

@@ -125,9 +125,7 @@ def test_sums_are_multiplied_with_each_heads_rows_for_values(
 def test_matrices_are_transposed(device: Device) -> None:
     numbers = random(device.kernels.dtype, 70, 45)
     out = put(device, np.zeros((45, 70), np.float32))
-    arguments = TransposeMatrix(
-        source=put(device, numbers).address, out=out.address, num_in=70, num_out=45
-    )
+    arguments = TransposeMatrix(source=put(device, numbers).address, out=out.address, num_in=70, num_out=45)
     device.run("latent", "transpose_matrix", (3, 2), 256, arguments)
     np.testing.assert_array_equal(get(device, out), numbers.T)
 
@@ -143,7 +141,11 @@ def test_queries_and_keys_turn_and_rows_go_to_their_slots(
     angles = np.random.default_rng(3).uniform(0, 6, (9, turned // 2)).astype(np.float32)
     positions, slots = np.array([0, 8, 3, 3, 1], np.uint32), np.array([4, 0, 6, 2, 5], np.uint32)
     x, absorbed = put(device, down), put(device, np.full((num_rows, heads, rank + turned), 7, np.float32))
-    pool = device.put(np.full((7, rank + turned), 3, np.int8)) if of_int8 else put(device, np.full((7, rank + turned), 7, np.float32))
+    pool = (
+        device.put(np.full((7, rank + turned), 3, np.int8))
+        if of_int8
+        else put(device, np.full((7, rank + turned), 7, np.float32))
+    )
     scales = put(device, np.full(7, 7, np.float32))
     arguments = PlaceLatents(
         queries=x.address, latents=x.address + 2 * heads * (plain + turned), absorbed=absorbed.address,
@@ -180,7 +182,9 @@ def test_queries_and_keys_turn_and_rows_go_to_their_slots(
 class Latents:
     """Latents of one long sequence, in blocks that lie anywhere, and queries for each of its places."""
 
-    def __init__(self, device: Device, *, num_tokens: int, heads: int, rank: int = 512, turned: int = 64) -> None:
+    def __init__(
+        self, device: Device, *, num_tokens: int, heads: int, rank: int = 512, turned: int = 64
+    ) -> None:
         generator = np.random.default_rng(0)
         dtype = device.kernels.dtype
         self.device, self.num_heads, self.rank, self.dim = device, heads, rank, rank + turned

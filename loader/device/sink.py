@@ -146,7 +146,7 @@ class SparseTensors:
         for whole in wholes:
             if part.tier is whole.tensor.encoding.tiers[-1]:
                 self._finish(whole)
-        return placed, memoryview(made)
+        return placed, made.data
 
     def _memory_of(self, number: int, start: int, count: int) -> npt.NDArray[np.uint8]:
         tensor = self._manifest.tensors[number]

@@ -160,8 +160,8 @@ class DirectEncoder:
 
     @memory_errors()
     def embed(self, batch: TextBatch) -> TextBatch:
-        """Takes memory for a batch that is larger than those before it; for a text that is longer than a batch of several,
-        until it is finished.
+        """Takes memory for a batch that is larger than those before it; what a text takes that is longer than any batch
+        of several is freed behind it.
         """
         self._under_way = None
         self._check(batch)

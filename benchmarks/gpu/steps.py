@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 GPU_TESTS = ("tests/loader/device", "tests/runtime/backends/cuda", "tests/runtime/test_instance_on_device.py")
 DIRECT = "tests/runtime/backends/cuda/direct"
-NEWEST = f"{DIRECT}/test_encoders.py"
+NEWEST = (f"{DIRECT}/test_latent.py", f"{DIRECT}/test_encoders.py")
 ONE_LOAD = "tests/loader/device/test_cuda_load.py"
 
 
@@ -53,10 +53,10 @@ MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", 
 
 CALLS: dict[str, tuple[StepPlan, ...]] = {
     "A": (
-        _direct_tests("encoder_tests", 60.0, NEWEST),  # the newest first
+        _direct_tests("newest_tests", 90.0, *NEWEST),
         _benchmark("ceilings", 60.0),
         _tests("tests", 180.0, *GPU_TESTS),
-        _direct_tests("direct_tests", 90.0, DIRECT, f"--ignore={NEWEST}"),
+        _direct_tests("direct_tests", 90.0, DIRECT, *(f"--ignore={path}" for path in NEWEST)),
         _tests("memcheck", 60.0, ONE_LOAD, "-k", "bf16 or exact", under=MEMCHECK),
         _benchmark("stored", 60.0),
         _benchmark("merge", 40.0),

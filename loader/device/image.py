@@ -24,7 +24,7 @@ Pure; sizes were checked with the manifest. Nothing here knows memory, devices o
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -37,6 +37,7 @@ from ..format.manifest import (
     Group,
     Manifest,
     Part,
+    Plane,
     Segment,
     Tensor,
     align,
@@ -100,21 +101,40 @@ class Recipe(NamedTuple):
 
 
 def check_placeable(manifest: Manifest) -> None:
-    """Raises `UsageError` for weights that devices do not merge: sparse ones, and differences."""
+    """Raises `UsageError` for weights that devices do not merge: differences."""
     if any(part.has_delta for part in manifest.parts):
         raise UsageError(
             "a GPU cannot be loaded from differences to a base yet",
             key="device",
             hint="Pack the fine-tune without --base, or serve it on the CPU.",
         )
-    for tensor in manifest.tensors:
-        if tensor.encoding.is_sparse:
-            raise UsageError(
-                f"a GPU cannot be loaded from sparse planes yet: tensor {tensor.name!r} is "
-                f"{tensor.encoding.value}",
-                key="device",
-                hint="Pack the model again with --dense, or serve it on the CPU.",
-            )
+
+
+def as_placed(manifest: Manifest) -> Manifest:
+    """The manifest of what the host makes images of: itself, but that it holds sparse tensors whole, in each tier. A
+    part's come behind its bytes, in order.
+    """
+    sparse = {tensor.index for tensor in manifest.tensors if tensor.encoding.is_sparse}
+    if not sparse:
+        return manifest
+    tensors = tuple(
+        each._replace(encoding=Encoding.WHOLE) if each.index in sparse else each for each in manifest.tensors
+    )
+    return manifest._replace(
+        tensors=tensors, parts=tuple(_with_wholes(part, tensors, sparse) for part in manifest.parts)
+    )
+
+
+def _with_wholes(part: Part, tensors: Sequence[Tensor], sparse: Container[int]) -> Part:
+    end, segments = part.size_bytes, []
+    for segment in part.segments:
+        if segment.tensor in sparse:
+            size_bytes = segment.count * tensors[segment.tensor].element_bytes
+            plane = Plane(Codec.RAW, align(end, PLANE_BYTES), size_bytes)
+            end = plane.offset_bytes + size_bytes
+            segment = segment._replace(planes=(plane,), values=None)  # noqa: PLW2901
+        segments.append(segment)
+    return part._replace(segments=tuple(segments))
 
 
 def is_flat(encoding: Encoding, element_bytes: int) -> bool:

@@ -30,7 +30,7 @@ from ..memory.refine_locks import RefineLocks
 from ..process.cpu import quick_turns
 from ..timeline import Timeline
 from .base import Device, DeviceStatistics, Placed, Ticket
-from .image import PartImage, plan_image, slab_starts
+from .image import PartImage, as_placed, plan_image, slab_starts
 from .paths import DeviceSpeed
 from .ring import cut_part, stored_ring, with_plane_sizes
 from .sink import ImageForm, SentImage
@@ -129,7 +129,7 @@ class Placement:
         self._undone = list(self._unplaced)
         self._uses = [{} for _ in manifest.groups]
         slot_bytes = stored_ring(manifest).slot_bytes if as_stored else 0
-        self._model = _FollowedLoad(manifest, starts, weights_bytes, ring, slot_bytes)
+        self._model = _FollowedLoad(as_placed(manifest), starts, weights_bytes, ring, slot_bytes)
         self._begun.set()
 
     def put(self, sent: SentImage) -> None:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..errors import IntegrityError, LoadCancelledError
+from ..errors import InsufficientMemoryError, IntegrityError, LoadCancelledError
 from ..format.manifest import (
     FRAME_ELEMENTS,
     Codec,
@@ -33,6 +33,7 @@ from ..format.manifest import (
     decoded_plane_bytes,
     plane_shares,
 )
+from ..memory.limits import MIB
 from ..memory.staging import ALIGNMENT_BYTES, Buffer, Staging
 from ..native.frames import find_frames
 from ..process.cpu import available_cores
@@ -43,6 +44,7 @@ from .image import (
     MAX_PLANES,
     PLANE_BYTES,
     RECIPE_BYTES,
+    as_placed,
     check_placeable,
 )
 from .stored import max_stored_bytes, max_tables_bytes
@@ -185,9 +187,20 @@ def ring_bytes(manifest: Manifest, wanted_bytes: int | None = None, *, room_byte
     """How large a ring for this model should be, in whole pages: what is wanted (None: 128 to 512
     MiB, by the cores), or less where the host is short of memory (`room_bytes`; None: unknown), but
     enough for the largest image, and no more than all images take together. Raises `UsageError` for
-    weights that no device can merge.
+    weights that no device can merge, and `InsufficientMemoryError` where the host has not the memory
+    of sparse ones.
     """
     check_placeable(manifest)
+    sparse_bytes = sum(tensor.size_bytes for tensor in manifest.tensors if tensor.encoding.is_sparse)
+    if room_bytes is not None and sparse_bytes > room_bytes:
+        raise InsufficientMemoryError(
+            f"pruned weights take {sparse_bytes / MIB:,.0f} MiB of the host's memory on their way to a GPU, and "
+            f"{room_bytes / MIB:,.0f} MiB are free",
+            needed_bytes=sparse_bytes,
+            available_bytes=room_bytes,
+            hint="Pack the model again with --dense.",
+        )
+    manifest = as_placed(manifest)
     wanted_bytes = _wanted_bytes(wanted_bytes, room_bytes)
     bounds = [
         align(max_image_bytes(manifest, piece), ALIGNMENT_BYTES)
@@ -220,9 +233,8 @@ def stored_ring(manifest: Manifest, *, room_bytes: int | None = None) -> StoredR
     wanted_bytes = align(_wanted_bytes(None, room_bytes), ALIGNMENT_BYTES)
     staging_bytes = min(max(wanted_bytes, max(sizes, default=0)), sum(sizes))
     images_bytes = ring_bytes(manifest, HOST_IMAGES_BYTES, room_bytes=room_bytes)
-    images = (
-        max_image_bytes(manifest, piece) for part in manifest.parts for piece in cut_part(manifest, part)
-    )
+    placed = as_placed(manifest)
+    images = (max_image_bytes(placed, piece) for part in placed.parts for piece in cut_part(placed, part))
     slots = (max_stored_bytes(part) for part in manifest.parts)
     return StoredRing(staging_bytes, images_bytes, align(max((*images, *slots), default=0), ALIGNMENT_BYTES))
 

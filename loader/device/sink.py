@@ -17,12 +17,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..format.fill import Scratch, fill_planes
+from ..format.fill import Scratch, SegmentMemory, fill_part, fill_planes
 from ..format.manifest import FRAME_ELEMENTS, Manifest, Part
 from ..native.frames import find_frames
 from ..process.cpu import available_cores
 from ..timeline import Timeline
-from .image import PartImage, PlacedPlane, pack_tables, plan_image, slab_starts
+from .image import PartImage, PlacedPlane, as_placed, pack_tables, plan_image, slab_starts
 from .paths import DeviceSpeed, Path, choose_path
 from .ring import ImageRing, cut_part, max_image_bytes, plane_sizes, with_stored
 
@@ -104,6 +104,67 @@ class SentImage(NamedTuple):
     tables_offset_bytes: int = 0  # of a stored one's tables, in the ring
 
 
+class SparseTensors:
+    """Sparse tensors while they arrive, whole: later tiers name values by the elements that earlier ones have made. A
+    tensor's memory is freed with its last part. Thread-safe.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._lock = threading.Lock()
+        self._memory: dict[int, npt.NDArray[np.uint8]] = {}  # by the tensors' numbers
+        self._num_left: dict[int, int] = {}  # of their elements, of the last tier
+
+    def place(
+        self, part: Part, placed: Part, stored: memoryview, scratch: Scratch
+    ) -> tuple[Part, memoryview]:
+        """A part's verified bytes as `placed` has them, of `as_placed`: the elements of its sparse segments are behind
+        them. Raises `IntegrityError`.
+        """
+        tensors = self._manifest.tensors
+        own = [
+            (segment, at.planes[0])
+            for segment, at in zip(part.segments, placed.segments, strict=True)
+            if tensors[segment.tensor].encoding.is_sparse
+        ]
+        if not own:
+            return part, stored
+        wholes = [
+            SegmentMemory(
+                tensors[segment.tensor],
+                segment,
+                self._memory_of(segment.tensor, segment.start, segment.count),
+            )
+            for segment, _ in own
+        ]
+        fill_part(wholes, part.tier, stored, scratch)
+        last = own[-1][1]
+        made = np.empty(last.offset_bytes + last.size_bytes, np.uint8)
+        made[: len(stored)] = np.frombuffer(stored, np.uint8)
+        for (_, plane), whole in zip(own, wholes, strict=True):
+            made[plane.offset_bytes : plane.offset_bytes + plane.size_bytes] = whole.out
+        for whole in wholes:
+            if part.tier is whole.tensor.encoding.tiers[-1]:
+                self._finish(whole)
+        return placed, made.data
+
+    def _memory_of(self, number: int, start: int, count: int) -> npt.NDArray[np.uint8]:
+        tensor = self._manifest.tensors[number]
+        with self._lock:
+            if number not in self._memory:
+                self._memory[number] = np.empty(tensor.size_bytes, np.uint8)
+                self._num_left[number] = tensor.num_elements
+            memory = self._memory[number]
+        return memory[start * tensor.element_bytes : (start + count) * tensor.element_bytes]
+
+    def _finish(self, whole: SegmentMemory) -> None:
+        number = whole.segment.tensor
+        with self._lock:
+            self._num_left[number] -= whole.segment.count
+            if not self._num_left[number]:
+                del self._memory[number], self._num_left[number]
+
+
 class ImageSink:
     """Makes images of one manifest's parts. Thread-safe."""
 
@@ -111,7 +172,8 @@ class ImageSink:
         self, manifest: Manifest, ring: ImageRing, send: Callable[[SentImage], None], *, timeline: Timeline
     ) -> None:
         """`send` takes each image, from any thread; it may block, and must not fail."""
-        self._manifest = manifest
+        self._sparse = SparseTensors(manifest)
+        self._manifest = as_placed(manifest)
         self._ring = ring
         self._send = send
         self._timeline = timeline
@@ -139,6 +201,8 @@ class ImageSink:
         nothing that could make the part whole, and `LoadCancelledError` once the ring is closed.
         """
         coded = self._choose(link_bytes_per_s) is Path.DEVICE
+        placed = self._manifest.parts[part.index]
+        part, stored = self._sparse.place(part, placed, stored, self._scratch())
         pieces = with_stored(self._manifest, cut_part(self._manifest, part), part, stored)
         for number, piece in enumerate(pieces):
             self._deliver(number, piece, stored, coded=coded, share=1 / len(pieces))

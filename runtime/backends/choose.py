@@ -203,12 +203,14 @@ def pool_bytes(
     *,
     kv_bytes: int | None = None,
     device_percent: int | None = None,
+    adapters_bytes: int = 0,
 ) -> int:
     """The size of the KV pool in bytes: `kv_bytes`, or the default, which leaves room for what a tower takes for its
     largest image.
 
-    The weights have their memory by now; on a CPU, much of that is not touched yet. Raises `InsufficientMemoryError`
-    where weights, the largest step and the pool are more than `device_percent` of the device's memory.
+    The weights have their memory by now; on a CPU, much of that is not touched yet. `adapters_bytes` bounds the
+    adapters of a model that has some. Raises `InsufficientMemoryError` where weights, the largest step and the pool are
+    more than `device_percent` of the device's memory.
     """
     if kv_bytes is not None and (model.device == CPU or device_percent is None):
         return kv_bytes
@@ -221,24 +223,47 @@ def pool_bytes(
         return default_kv_bytes(weight_bytes + tower_bytes, available_bytes())
     if getattr(model.executor, "is_direct", False):
         free_bytes, total_bytes = model.executor.device.driver.memory()
-        step_bytes = model.executor.step_bytes(max_running)
+        step_bytes = model.executor.step_bytes(max_running, adapters_bytes)
     else:
         # Only models on a device need it.
         from .cuda.storage import device_memory
 
         free_bytes, total_bytes, step_bytes = device_memory(model.device, model.spec, max_rows=max_running)
-    from ..kv.storage import MIN_KV_BYTES, device_kv_bytes, spare_bytes
+    from ..kv.storage import MIN_KV_BYTES, device_kv_bytes
 
     if device_percent is not None:
-        from ...loader.device.base import check_share
-
-        share_bytes = total_bytes * device_percent // 100
-        check_share(
-            f"{device_percent} percent of {model.device}",
-            share_bytes,
-            weights_bytes=weight_bytes,
-            step_bytes=spare_bytes(step_bytes),
-            kv_bytes=kv_bytes or MIN_KV_BYTES,
+        share_bytes = _share_of(
+            model, total_bytes, device_percent, weight_bytes, step_bytes, kv_bytes or MIN_KV_BYTES
         )
         free_bytes = min(free_bytes, share_bytes - weight_bytes)
     return kv_bytes or device_kv_bytes(free_bytes, step_bytes)
+
+
+def check_encoder_share(model: Any, weight_bytes: int, device_percent: int | None) -> None:
+    """Raise `InsufficientMemoryError` where weights and the largest batch of texts are more than `device_percent` of
+    the device's memory. Batches that torch computes are not counted.
+    """
+    executor = getattr(model, "executor", None)
+    if device_percent is None or not getattr(executor, "is_direct", False):
+        return
+    _, total_bytes = executor.device.driver.memory()
+    batch_bytes = executor.batch_bytes(model.config.max_tokens)
+    _share_of(model, total_bytes, device_percent, weight_bytes, batch_bytes, 0)
+
+
+def _share_of(
+    model: Any, total_bytes: int, percent: int, weight_bytes: int, step_bytes: int, kv_bytes: int
+) -> int:
+    """The bytes of this share of a device. Raises `InsufficientMemoryError` where these do not fit it."""
+    from ...loader.device.base import check_share
+    from ..kv.storage import spare_bytes
+
+    share_bytes = total_bytes * percent // 100
+    check_share(
+        f"{percent} percent of {model.device}",
+        share_bytes,
+        weights_bytes=weight_bytes,
+        step_bytes=spare_bytes(step_bytes),
+        kv_bytes=kv_bytes,
+    )
+    return share_bytes

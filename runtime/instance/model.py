@@ -224,6 +224,7 @@ def make_engine(
                 config.max_running,
                 kv_bytes=config.kv_bytes,
                 device_percent=config.device_percent,
+                adapters_bytes=0 if adapters is None else config.adapters_bytes,
             ),
             kv_dtype=KVKind(config.kv_dtype),
             kv_host_bytes=config.kv_host_bytes or 0,
@@ -280,8 +281,10 @@ def _prefix_seed(digest: bytes | None, model: Decoder) -> bytes | None:
 
 
 def start_embedder(config: ServeConfig, timeline: Timeline, load: AnyLoad, built: BuiltModel) -> Embedder:
+    from ..backends.choose import check_encoder_share
     from ..engine.embedder import Embedder
 
+    check_encoder_share(built.model, _untaken_bytes(load, None), config.device_percent)
     # Embeddings never use the draft.
     load.reorder(Order.EXACT)
     embedder = Embedder(

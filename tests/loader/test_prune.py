@@ -8,7 +8,6 @@ from tests.support.checkpoints import Contents, llama_contents, model_store, ran
 from tests.support.memory_store import MemoryStore
 
 from teneral.loader.artifact import open_artifact
-from teneral.loader.device.ring import ring_bytes
 from teneral.loader.errors import UsageError
 from teneral.loader.format.manifest import Manifest
 from teneral.loader.load.load import WeightLoad
@@ -195,14 +194,6 @@ def test_pruning_with_nothing_to_prune_or_with_integers_is_refused() -> None:
     with pytest.raises(UsageError, match="--prune cannot go with --quantize"):
         pack(model_store(llama_contents()), store, prune=HALF, quantize=QuantizeOptions(8))
     assert not list(store.list())
-
-
-def test_a_gpu_is_refused_by_name() -> None:
-    manifest = pack(model_store(llama_contents(hidden=128)), MemoryStore(), prune=HALF).manifest
-    with pytest.raises(
-        UsageError, match=r"a GPU cannot be loaded from sparse planes yet: tensor .* bf16.sparse.3"
-    ):
-        ring_bytes(manifest)
 
 
 def test_a_load_of_a_pruned_model_has_its_zeros() -> None:

@@ -34,14 +34,18 @@ TEXT = [int(token) for token in np.random.default_rng(0).integers(0, 320, MAX_CO
 TIMEOUT_S = patience_s(100)
 # Overrides for mixtures of experts, of whose sizes the kernels take multiples of 32 and `tiny_models` has others.
 _WIDE = {"moe_intermediate_size": 64}
+LATENTS: dict[str, dict[str, Any]] = {
+    family: {**_WIDE, "qk_nope_head_dim": 32} for family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+}
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "olmoe": {},
     "qwen3_moe": _WIDE,
     "qwen2_moe": _WIDE,
     "ernie4_5_moe": _WIDE,
-    "glm4_moe": {**_WIDE, "n_group": 1, "topk_group": 1},
+    "glm4_moe": _WIDE,
     "granitemoehybrid": {"layer_types": ["full_attention"] * 3, "intermediate_size": 64},
+    **LATENTS,
 }
 NEAR = 0.05  # of logits, whose neighbours are some tenths apart
 ALIGNMENT_BYTES = 64  # of tensors in a slab

@@ -11,8 +11,10 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from tests.support.artifacts import BuiltArtifact, Layout, build_artifact
+from tests.support.checkpoints import llama_contents, model_store
 from tests.support.device_parts import assert_exact, seen
 from tests.support.inspection import device_speed_of, placed_of, timeline_of
+from tests.support.memory_store import MemoryStore
 from tests.support.paced import WAIT_S, PacedSource, reads_of
 from tests.support.simulated_device import SimulatedDevice
 
@@ -34,7 +36,11 @@ from teneral.loader.format.manifest import Manifest, Tensor, Tier
 from teneral.loader.load import device_load
 from teneral.loader.load.accounting import LoadState
 from teneral.loader.load.device_load import DeviceLoad
+from teneral.loader.load.load import WeightLoad
 from teneral.loader.load.options import LoadOptions, Order
+from teneral.loader.tools.pack.pack import pack
+from teneral.loader.tools.pack.plan import TierOptions
+from teneral.loader.tools.pack.prune import PruneOptions
 
 LAYOUT: Layout = [
     ("embed", {"embed": ("BF16", (300, 257)), "steps": ("I64", (4, 300))}),
@@ -112,6 +118,61 @@ def test_a_sketch_a_draft_and_exact_weights_come_in_turn(device: SimulatedDevice
                 assert seen(load, name) == built.expected(name, tier).tobytes(), (tier.name, name)
             if held is not None:
                 held.release()
+
+
+@pytest.mark.parametrize("sketch_bits", [None, 1])
+def test_pruned_weights_come_in_turn_with_their_zeros(
+    device: SimulatedDevice, sketch_bits: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the host decodes them, in parts and images that cut matrices anywhere; other matrices are dense."""
+    monkeypatch.setattr(pieces, "MAX_PIECE_BYTES", 100_000)
+    contents = llama_contents(hidden=160)
+    for name, (dtype, shape, data) in contents.items():
+        if "mlp" in name:
+            words = np.frombuffer(data, "<u2").copy()
+            words[np.random.default_rng(0).random(words.size) < 0.6] &= 0x8000
+            contents[name] = (dtype, shape, words.tobytes())
+    store = MemoryStore()
+    manifest = pack(model_store(contents), store, tiers=TierOptions(sketch_bits=sketch_bits)).manifest
+    assert 0 < sum(tensor.encoding.is_sparse for tensor in manifest.tensors) < len(manifest.tensors)
+    tiers = [tier for tier in Tier if manifest.stored_bytes(tier)]
+    sources = [PacedSource(store), PacedSource(store)]
+    held = [
+        [
+            source.hold(reads_of(manifest, *[part for part in manifest.parts if part.tier is tier]))
+            for tier in tiers
+        ]
+        for source in sources
+    ]
+    on_host = WeightLoad(sources[0], manifest, options=LoadOptions(order=Order.DRAFT_FIRST))
+    options = LoadOptions(order=Order.DRAFT_FIRST)
+    with (
+        on_host,
+        DeviceLoad.in_threads(
+            sources[1], manifest, lambda: device, options=options, as_stored=WAYS[-1]
+        ) as load,
+    ):
+        on_host.start()
+        for number, tier in enumerate(tiers):
+            for each in held:
+                each[number].release()
+            for group in manifest.groups:
+                on_host.wait(group.index, tier, timeout_s=WAIT_S)
+                load.wait(group.index, tier, timeout_s=WAIT_S)
+            for tensor in manifest.tensors:
+                begin = tensor.offset_bytes
+                right = on_host.slab(tensor.group)[begin : begin + tensor.size_bytes].tobytes()
+                assert seen(load, tensor.name) == right, (tier.name, tensor.name)
+                assert right == contents[tensor.name][2] or tier is not Tier.REFINE
+        assert load.wait_done(WAIT_S)
+
+
+def test_pruned_weights_need_the_hosts_memory(device: SimulatedDevice) -> None:
+    manifest = pack(model_store(llama_contents(hidden=128)), MemoryStore(), prune=PruneOptions(0.5)).manifest
+    sparse_bytes = sum(tensor.size_bytes for tensor in manifest.tensors if tensor.encoding.is_sparse)
+    assert ring_bytes(manifest, room_bytes=sparse_bytes) > 0
+    with pytest.raises(InsufficientMemoryError, match="pruned weights take"):
+        ring_bytes(manifest, room_bytes=sparse_bytes - 1)
 
 
 def test_a_model_of_empty_tensors_is_there_at_once(device: SimulatedDevice) -> None:

@@ -2,7 +2,8 @@
 
 An adapter in use has a slot, and a copy of its arrays, layer by layer as they are needed. What is
 least recently used leaves for others; what is freed on the host is freed here before the next step
-with adapters. All copies are queued on the device's stream.
+with adapters. So copies never take more than what bounds adapters on the host, but for padding. All
+copies are queued on the device's stream.
 """
 
 from __future__ import annotations
@@ -51,10 +52,17 @@ class DeviceAdapters:
         self._copies: OrderedDict[weakref.ref[Adapter], _Copy] = OrderedDict()  # the one used last is last
         self._taken: list[int] = []
         self.size_bytes = 0  # of tables, low numbers and copies
-        num = num_slots * self._num_sites
-        self._sites = self._take(num * ctypes.sizeof(arguments.DeviceAdapterSite))
-        self._parts = self._take(num * SITE_PARTS * ctypes.sizeof(arguments.DeviceAdapterPart))
-        self._low = self._take(4 * num_rows * _LOW_STRIDE)
+        sizes = self.table_bytes(num_layers, num_slots=num_slots, num_rows=num_rows)
+        self._sites, self._parts, self._low = map(self._take, sizes)
+
+    @staticmethod
+    def table_bytes(num_layers: int, *, num_slots: int, num_rows: int) -> tuple[int, int, int]:
+        """The memory besides copies: of sites, of their parts, and of low numbers."""
+        num = num_slots * num_layers * len(AdapterPlace)
+        size_bytes, part_bytes = map(
+            ctypes.sizeof, (arguments.DeviceAdapterSite, arguments.DeviceAdapterPart)
+        )
+        return num * size_bytes, num * SITE_PARTS * part_bytes, 4 * num_rows * _LOW_STRIDE
 
     def slots(self, spans: Iterable[SequenceSpan]) -> list[int]:
         """The slot of each span's adapter, NO_ADAPTER of those without. Their content may be missing."""

@@ -53,6 +53,23 @@ class PlaceHeads(ctypes.Structure):
     )
 
 
+class PlaceLatents(ctypes.Structure):
+    _fields_ = (
+        *fields(_ADDRESS, "queries latents absorbed pool scales cos sin positions slots counts"),
+        *fields(
+            _U32,
+            "num_heads plain_dim rotary_dim rank query_stride latent_stride interleaved wide_turns",
+        ),
+    )
+
+
+class AbsorbQueries(ctypes.Structure):
+    _fields_ = (
+        *fields(_ADDRESS, "weight queries out counts"),
+        *fields(_U32, "num_heads head_rows rank plain_dim query_dim query_stride out_dim"),
+    )
+
+
 class Gate(ctypes.Structure):
     _fields_ = (*fields(_ADDRESS, "product out counts"), *fields(_U32, "count size kind is_open"))
 
@@ -81,10 +98,19 @@ class ExpertProduct(ctypes.Structure):
     _fields_ = (("each", Product), *fields(_ADDRESS, "parts tiles rows"), ("num_parts", _U32))
 
 
+class HeadProduct(ctypes.Structure):
+    _fields_ = (("each", Product), *fields(_U32, "head_rows x_stride"))
+
+
+class TransposeMatrix(ctypes.Structure):
+    _fields_ = fields(_ADDRESS, "source out") + fields(_U32, "num_in num_out")
+
+
 class RouteExperts(ctypes.Structure):
     _fields_ = (
         *fields(_ADDRESS, "scores correction chosen weights counts"),
         *fields(_U32, "num num_used correction_kind sigmoid wide_scores sum_to_1 rounds_weights"),
+        *fields(_U32, "num_groups num_groups_used"),
         *fields(_F32, "sum_eps factor"),
     )
 
@@ -144,7 +170,7 @@ class Attention(ctypes.Structure):
             _ADDRESS,
             "starts lengths contexts table_starts blocks counts bias",
         ),
-        *fields(_U32, "num_heads num_kv_heads head_dim block_size window ahead reach"),
+        *fields(_U32, "num_heads num_kv_heads row_heads head_dim value_dim block_size window ahead reach"),
         *fields(_F32, "scale cap"),
     )
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from .....loader.device.driver.base import Driver
 from ....errors import ModelError
+from ....models.encoder import MAX_BATCH_TOKENS
 from ....models.encoder_weights import EncoderWeights
 from ....models.executor import Floats, TextBatch
 from ....models.pooling import normalize, through_dense
@@ -27,7 +28,8 @@ from .program import MIN_GRAPH_STEPS, Graph, Program
 from .tables import StepTables, bucket_of
 from .workspace import Uplink
 
-_FIRST_ROWS = 512  # that there is room for from the first batch on
+# Rows that there is room for from the first batch on, and those for which it is kept between batches.
+_FIRST_ROWS, _KEPT_ROWS = 512, MAX_BATCH_TOKENS
 
 
 class BatchProgram:
@@ -73,7 +75,7 @@ class EncoderWorkspace:
     ) -> None:
         """Behind the embeddings' gate. Raises `CudaError` where the memory is not there."""
         self._device = device
-        size_bytes = DeviceArena.measure(lambda arena: EncoderArrays(arena, spec, num_rows))
+        size_bytes = self.measure(spec, num_rows)
         self._address = device.driver.alloc(size_bytes)
         self.arrays = EncoderArrays(DeviceArena(self._address, size_bytes), spec, num_rows)
         self._tables = StepTables(
@@ -97,6 +99,11 @@ class EncoderWorkspace:
             table = to_float32(from_float32(table, spec.dtype), spec.dtype)
             buckets = bias_buckets(spec.position_bias, self.arrays.reach)
             self._put(self.arrays.bias, table[buckets].T * np.float32(math.log2(math.e)))
+
+    @staticmethod
+    def measure(spec: EncoderSpec, num_rows: int) -> int:
+        """The memory that arrays for this number of rows take."""
+        return DeviceArena.measure(lambda arena: EncoderArrays(arena, spec, num_rows))
 
     def load(self, batch: TextBatch) -> BatchProgram:
         """Have the batch's tables on the device; returns the program for it. Raises `ModelError` for ids that nothing
@@ -153,7 +160,9 @@ class DirectEncoder:
 
     @memory_errors()
     def embed(self, batch: TextBatch) -> TextBatch:
-        """Grows its memory for a batch that is larger than those before it."""
+        """Takes memory for a batch that is larger than those before it; what a text takes that is longer than any batch
+        of several is freed behind it.
+        """
         self._under_way = None
         self._check(batch)
         workspace = self._with_rows(len(batch.tokens))
@@ -176,6 +185,8 @@ class DirectEncoder:
         rows = np.empty((len(batch.starts) - 1, array.shape[1]), np.float32)
         self.device.read(Array(array.address, rows.shape, array.dtype), rows.ctypes.data)
         self._under_way = None
+        if workspace.arrays.num_rows > _KEPT_ROWS:
+            self.close()
         if spec.dtype is DType.F16 and not np.isfinite(rows).all():
             raise ModelError(
                 "the model's numbers are too large for fp16",
@@ -188,6 +199,10 @@ class DirectEncoder:
         if spec.normalize:
             normalize(rows)
         return rows
+
+    def batch_bytes(self, max_tokens: int) -> int:
+        """The memory of the largest batch of texts of up to `max_tokens`."""
+        return EncoderWorkspace.measure(self.spec, _room_for(max(max_tokens, MAX_BATCH_TOKENS)))
 
     def close(self) -> None:
         """Free its memory, once the device is done with it. Idempotent."""
@@ -203,7 +218,7 @@ class DirectEncoder:
     def _with_rows(self, num_rows: int) -> EncoderWorkspace:
         if self._workspace is None or self._workspace.arrays.num_rows < num_rows:
             self.close()
-            most = 1 << (max(num_rows, _FIRST_ROWS) - 1).bit_length()
+            most = _room_for(num_rows)
             self._workspace = EncoderWorkspace(self.device, self.spec, self._weights, most)
         return self._workspace
 
@@ -220,6 +235,10 @@ class DirectEncoder:
             return
         if len(types) != num_rows or not 0 <= types.min() <= types.max() < num_types:
             raise ModelError(f"a token's type is outside [0, {num_types})")
+
+
+def _room_for(num_rows: int) -> int:
+    return 1 << (max(num_rows, _FIRST_ROWS) - 1).bit_length()
 
 
 def _step_of(batch: TextBatch) -> StepBatch:

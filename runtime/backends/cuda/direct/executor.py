@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ....errors import ModelError
 from ....kv.storage import KVKind
@@ -26,6 +27,7 @@ from ....tensors import DType, to_float32
 from .adapters import DeviceAdapters
 from .device import NAME, DirectDevice, memory_errors
 from .encoder import DirectEncoder
+from .latent import copied_layers
 from .launches import DecoderLaunches, modules_of
 from .memory import Array, DeviceArena
 from .program import MIN_GRAPH_STEPS, Graph, Program
@@ -108,6 +110,8 @@ class DirectExecutor:
         self.device = device
         self._weights = weights
         self._to_check = ordered_matrices(weights)  # before they are first used
+        self._copied_layers = copied_layers(weights, spec.dtype)
+        self._to_copy: list[int] = []  # of these, whose copies are none of exact weights yet
         self._kernels = device.kernels(spec.dtype)
         self._kv: DirectPool | None = None
         self._is_opened_alone = False  # without an engine
@@ -150,13 +154,28 @@ class DirectExecutor:
         self._kv = kv
         self._is_opened_alone = False
         self._kernels.load(self.modules)
-        self._workspace = Workspace(self.device, self.spec, limits, kv)
+        self._workspace = Workspace(self.device, self.spec, self._with_copies(limits), kv)
+        self._to_copy = list(self._copied_layers)
         self._launches = DecoderLaunches(self._kernels, self._weights, self._workspace, kv)
 
-    def step_bytes(self, max_running: int) -> int:
-        """The memory that `open` takes for this many sequences, of any length."""
+    def step_bytes(self, max_running: int, adapters_bytes: int = 0) -> int:
+        """The memory that `open` takes for this many sequences, of any length, and that of their adapters, which are
+        `adapters_bytes` on the host at most.
+        """
         limits = WorkspaceLimits(max_spans=max_running, max_context=self.spec.max_context)
-        return DeviceArena.measure(lambda arena: StepArrays(arena, self.spec, limits))
+        size_bytes = self._arrays_bytes(limits)
+        if adapters_bytes:
+            num_layers, num_rows = self.spec.num_layers, limits.max_rows
+            tables = DeviceAdapters.table_bytes(num_layers, num_slots=max_running, num_rows=num_rows)
+            size_bytes += sum(tables) + adapters_bytes
+        return size_bytes
+
+    def batch_bytes(self, max_tokens: int) -> int:
+        """The memory of the largest batch of texts of up to `max_tokens`, without an engine: keys and values, too."""
+        limits = WorkspaceLimits.alone(self.spec)
+        num_blocks = max(limits.max_spans, -(-max_tokens // limits.block_size))
+        of_pool = num_blocks * self.kv_block_bytes(limits.block_size, KVKind.MODEL)
+        return self._arrays_bytes(limits) + of_pool
 
     def close(self) -> None:
         """Free what `open` took, once the device is done with it. Idempotent."""
@@ -208,6 +227,7 @@ class DirectExecutor:
         key = self._load(step.batch)
         if self._adapters is not None and key.is_adapted:
             self._adapters.upload(step.batch.spans, first, end)
+        self._copy_matrices(first, end)
         self._program(key).launch(self.device.stream, first + 1, end + 1)
         return x
 
@@ -264,6 +284,7 @@ class DirectExecutor:
         key = self._load(batch)
         if self._adapters is not None and key.is_adapted:
             self._adapters.upload(batch.spans, 0, self.spec.num_layers)
+        self._copy_matrices(0, self.spec.num_layers)
         num_logits = len(batch.logit_rows)
         graph = self._graph(key, num_logits)
         if graph is not None:
@@ -311,12 +332,31 @@ class DirectExecutor:
         assert self._workspace is not None
         return self._workspace
 
+    def _with_copies(self, limits: WorkspaceLimits) -> WorkspaceLimits:
+        return replace(limits, num_latent_copies=len(self._copied_layers))
+
+    def _arrays_bytes(self, limits: WorkspaceLimits) -> int:
+        limits = self._with_copies(limits)
+        return DeviceArena.measure(lambda arena: StepArrays(arena, self.spec, limits))
+
     def _check(self, first: int, end: int) -> None:
         """Check what the content of these layers must be, once. Raises `ModelError`."""
         for number in [number for number in self._to_check if first <= number < end]:
             for matrix in self._to_check[number]:
                 matrix.check_order()
             del self._to_check[number]
+
+    def _copy_matrices(self, first: int, end: int) -> None:
+        """Have copies of what these layers' matrices of latents are now: the last ones once they are exact."""
+        for number in [number for number in self._to_copy if first <= number < end]:
+            assert self._launches is not None
+            assert self._launches.latents is not None
+            layer = self._weights.layers[number]
+            is_exact = (layer.router_gate or layer.gate).opens(0.0)
+            for launch in self._launches.latents.copy(number):
+                self.device.driver.launch(launch, self.device.stream)
+            if is_exact:
+                self._to_copy.remove(number)
 
     def _load(self, batch: StepBatch) -> ProgramKey:
         workspace = self._opened()

@@ -138,6 +138,8 @@ class ExpertLaunches:
             rounds_weights=experts.rounds_weights,
             sum_eps=experts.sum_eps,
             factor=experts.factor,
+            num_groups=experts.num_groups,
+            num_groups_used=experts.num_groups_used,
         )
         group = GroupPairs(
             chosen=arrays.chosen.address,

@@ -13,12 +13,13 @@ from .adapters import DeviceAdapters
 from .arguments import AddRows, Attention, Embed, PlaceHeads, ScaleLogits
 from .attention import attention_launches
 from .experts import ExpertLaunches, formats_of_experts
+from .latent import LatentLaunches
 from .memory import Array
 from .products import WEIGHT_KINDS, Mode, Output, format_of, matrices_of
 from .program import Kernels, Program
 from .refusals import NORMS, projections_of
 from .row_launches import HEAD_THREADS, HEADS_PER_BLOCK, SEES_ALL, THREADS, RowLaunches
-from .sources import BLOCKS, CHOOSE, EXPERTS, ROWS, attention_module, product_module
+from .sources import BLOCKS, CHOOSE, EXPERTS, LATENT, ROWS, attention_module, product_module
 from .storage import DirectPool
 from .tables import ProgramKey
 from .workspace import Workspace
@@ -32,9 +33,11 @@ def modules_of(spec: DecoderSpec, weights: DecoderWeights, *, of_int8: bool = Fa
         for matrix in matrices_of(projection)
     )
     of_experts = [product_module(each, of_experts=True) for each in formats_of_experts(weights, spec.dtype)]
+    has_latents = spec.latent is not None
     return (
-        *(ROWS, CHOOSE, BLOCKS, attention_module(spec.head_dim, of_int8=of_int8)),
+        *(ROWS, CHOOSE, BLOCKS, attention_module(spec.head_dim, of_int8=of_int8, of_latents=has_latents)),
         *map(product_module, formats),
+        *([LATENT] if has_latents else ()),
         *([EXPERTS, *of_experts] if of_experts else ()),
     )
 
@@ -60,6 +63,12 @@ class DecoderLaunches(RowLaunches):
                 kernels, self._spec, self._spec.experts, weights, self._arrays.experts, self._counts
             )
             self._experts.load(kernels.driver, workspace.device.stream)
+        self.latents: LatentLaunches | None = None
+        if spec.latent is not None and self._arrays.latents is not None:
+            self.latents = LatentLaunches(
+                kernels, self._counts, spec, spec.latent, weights, self._arrays.latents
+            )
+            self.latents.load(kernels.driver, workspace.device.stream)
 
     def program(self, key: ProgramKey) -> Program:
         """Stage 0 is the embeddings', stage i + 1 that of layer i."""
@@ -119,11 +128,22 @@ class DecoderLaunches(RowLaunches):
             *to_attention,
             *self._product(layer.qkv, x, arrays.heads, key.rows),
             *self._adapt(AdapterPlace.QKV, number, x, arrays.heads, key),
-            *self._place_heads(layer, number, key.rows),
-            *self._attention(number, key),
+            *self._attend(layer, number, key),
             *self._add(AdapterPlace.OUTPUT, number, arrays.attended, key),
             *to_mlp,
             *(self._mixture(number, y, key) if layer.experts else self._mlp(number, y, key)),
+        ]
+
+    def _attend(self, layer: DecoderLayerWeights, number: int, key: ProgramKey) -> list[KernelLaunch]:
+        """From the projected rows to those that `output` takes."""
+        arrays, latents, rows = self._arrays, self.latents, key.rows
+        if latents is None:
+            return [*self._place_heads(layer, number, rows), *self._attention(number, key)]
+        places, tables = self._kv.of_layer(number), (self._table("positions"), self._table("slots"))
+        return [
+            *latents.before(number, arrays.heads, self._angles(number), places, tables, rows),
+            *self._attention(number, key),
+            latents.behind(number, arrays.attended, rows),
         ]
 
     def _mlp(self, number: int, x: Array, key: ProgramKey) -> list[KernelLaunch]:
@@ -267,14 +287,15 @@ class DecoderLaunches(RowLaunches):
         return tables[0].address, tables[1].address
 
     def _attention(self, number: int, key: ProgramKey) -> list[KernelLaunch]:
-        spec, arrays = self._spec, self._arrays
+        spec, arrays, latents = self._spec, self._arrays, self._arrays.latents
+        of_latents = latents is not None
         cap, window, ahead = spec.score_cap or 0.0, spec.windows[number] or SEES_ALL, 0
         if spec.is_bidirectional:  # of tokens to each side
             window, ahead = window + 1, window
         arguments = Attention(
-            heads=arrays.heads.address,
+            heads=arrays.heads.address if latents is None else latents.absorbed.address,
             **self._kv.of_layer(number)._asdict(),
-            out=arrays.attended.address,
+            out=arrays.attended.address if latents is None else latents.sums.address,
             split_sums=arrays.split_sums.address,
             split_scales=arrays.split_scales.address,
             **{
@@ -284,7 +305,9 @@ class DecoderLaunches(RowLaunches):
             counts=self._counts.address,
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
+            row_heads=spec.num_heads + (0 if of_latents else 2 * spec.num_kv_heads),
             head_dim=spec.head_dim,
+            value_dim=arrays.split_sums.shape[-1],
             block_size=self._kv.block_size,
             window=window,
             ahead=ahead,
@@ -298,6 +321,7 @@ class DecoderLaunches(RowLaunches):
             many=key.many,
             num_items=key.num_items(group, self._workspace.limits.max_spans),
             num_merges=key.num_merges(group),
+            of_latents=of_latents,
         )
 
     def _table(self, name: str) -> int:

@@ -29,7 +29,7 @@ FEW_ROWS = (8, 16, 32, 64)
 # above, a warp has all stretches. A guess, until it was measured.
 MAX_FEW_ROWS = 256
 WEIGHT_KINDS = {DType.BF16: 0, DType.F16: 1, DType.F32: 2}
-_THREADS = 256
+PRODUCT_THREADS = 256
 _MANY_ROWS, _MANY_EXPERT_ROWS = 128, 64  # of x, that a block has
 _OUTS_OF_FEW, _OUTS_OF_MANY = 16, 128  # rows of a matrix that a block has
 _CHUNK = 32  # columns that the matrix instruction takes at a time
@@ -229,7 +229,7 @@ def product_launch(
     arguments.count, arguments.mode = output, mode
     module, kernel = product_module(layout.format), kernel_for(bucket)
     grid = -(-bucket // kernel.rows), -(-matrix.num_out // kernel.outs)
-    return kernels.launch(module, f"{module}_{kernel.name}", grid, _THREADS, arguments)
+    return kernels.launch(module, f"{module}_{kernel.name}", grid, PRODUCT_THREADS, arguments)
 
 
 def expert_product_launch(
@@ -255,4 +255,4 @@ def expert_product_launch(
     arguments = ExpertProduct(each=each, parts=parts, tiles=tile_table, rows=rows, num_parts=num_parts)
     module, kernel = product_module(layout.format, of_experts=True), tiles.kernel
     grid = tiles.num, num_parts * -(-num_out // kernel.outs)
-    return kernels.launch(module, f"{module}_{kernel.name}", grid, _THREADS, arguments)
+    return kernels.launch(module, f"{module}_{kernel.name}", grid, PRODUCT_THREADS, arguments)

@@ -15,7 +15,7 @@ from ....tensors import DType
 from ..implemented import IMPLEMENTED
 from .experts import MAX_CHOSEN, MAX_EXPERTS, refusal_of_experts
 from .products import WEIGHT_KINDS, format_of, matrices_of
-from .sources import DTYPES, HEAD_DIMS
+from .sources import DTYPES, HEAD_DIMS, LATENT_DIM, LATENT_RANK
 
 NORMS = (Norm.RMS, Norm.RMS_WIDE, Norm.RMS_PLUS_ONE, Norm.LAYER)  # as the kernels number them
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "tanh": 4}
@@ -28,7 +28,8 @@ FEATURES: dict[str, Accepts] = {
         "rotary.interleaved local_rotary local_rotary.frequencies local_rotary.factor layer_rotary "
         "wide_rotary joint_head_norms experts experts.size experts.layers experts.sum_to_1 "
         "experts.rounds_weights experts.has_bias experts.shares experts.wide_scores experts.has_correction "
-        "experts.num_groups experts.sum_eps experts.factor experts.shared_size experts.has_shared_gate"
+        "experts.num_groups experts.num_groups_used experts.sum_eps experts.factor experts.shared_size "
+        "experts.has_shared_gate latent latent.query_rank latent.norm_eps"
     ),
     "dtype": one_of(*DTYPES),
     "norm": one_of(*NORMS),
@@ -36,6 +37,9 @@ FEATURES: dict[str, Accepts] = {
     "experts.num_used": lambda num: num <= MAX_CHOSEN,
     **none_of("experts.swiglu experts.weighs_inputs experts.joins_mlp"),
     "head_dim": lambda dim: dim % _EIGHT == 0 and dim <= HEAD_DIMS[-1],
+    "latent.rank": lambda rank: rank % 32 == 0 and rank <= LATENT_RANK,
+    "latent.plain_dim": lambda dim: dim % 16 == 0,
+    "latent.value_dim": lambda dim: dim % _EIGHT == 0,
     "activation": one_of(*ACTIVATIONS),
     "rotary.dim": lambda dim: dim % 2 == 0,
 }
@@ -77,13 +81,13 @@ def refusal(spec: DecoderSpec, weights: DecoderWeights) -> str | None:
         "local_rotary.dim": one_of(spec.rotary.dim),
         "local_rotary.interleaved": one_of(spec.rotary.interleaved),
     }
-    of_mixture: dict[str, Accepts] = {}
+    own: dict[str, Accepts] = {}
     if spec.experts is not None:
-        of_mixture = {
-            "experts.num_groups_used": one_of(spec.experts.num_groups),
-            "is_parallel": one_of(False),
-        }
-    reason = refusal_of(spec, FEATURES | of_local | of_mixture, _NAME)
+        own["is_parallel"] = one_of(False)
+    if spec.latent is not None:
+        own["head_dim"] = lambda dim: dim <= LATENT_DIM
+        own["rotary.dim"] = lambda dim: dim % _EIGHT == 0
+    reason = refusal_of(spec, FEATURES | of_local | own, _NAME)
     if reason is not None:
         return reason
     table = weights.embeddings
@@ -152,5 +156,6 @@ def ordered_matrices(weights: DecoderWeights) -> dict[int, list[GptqAwqMatrix]]:
 
 
 def _projections(layer: DecoderLayerWeights) -> list[Projection]:
-    every = (layer.qkv, layer.output, layer.router, layer.shared_gate, layer.gate_up, layer.down)
+    of_attention = (layer.qkv, layer.query_up, layer.key_value_up, layer.output)
+    every = (*of_attention, layer.router, layer.shared_gate, layer.gate_up, layer.down)
     return [each for each in every if each is not None]

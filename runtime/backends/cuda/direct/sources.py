@@ -14,8 +14,9 @@ from ....errors import ModelError
 from ....tensors import DType
 
 FOLDER = Path(__file__).with_name("kernels")
-ROWS, CHOOSE, BLOCKS, EXPERTS = "rows", "choose", "blocks", "experts"
+ROWS, CHOOSE, BLOCKS, EXPERTS, LATENT = "rows", "choose", "blocks", "experts", "latent"
 HEAD_DIMS = (32, 64, 128, 256)
+LATENT_DIM, LATENT_RANK = 576, 512  # at most: of a latent and its key together, and of the latent
 FORMATS = {
     **{"float": "Float", "wide": "Wide", "int8": "Int8", "int4": "Int4", "fp8": "Fp8"},
     **{"gptq": "Gptq", "awq": "Awq", "packed": "Packed"},
@@ -25,10 +26,12 @@ NAMES = (
     CHOOSE,
     BLOCKS,
     EXPERTS,
+    LATENT,
     *(f"{kind}_{name}" for kind in ("product", "experts") for name in FORMATS),
-    *(f"attention_{dim}{kind}" for kind in ("", "_int8") for dim in HEAD_DIMS),
+    *(f"attention_{heads}{kind}" for kind in ("", "_int8") for heads in (*HEAD_DIMS, LATENT)),
 )
 DTYPES = (DType.BF16, DType.F16)
+_BEFORE, _BEHIND = {LATENT: ("product",)}, {ROWS: ("adapters",)}  # the sources that a source needs
 
 
 class KernelModule(NamedTuple):
@@ -44,15 +47,18 @@ class KernelModule(NamedTuple):
         own = "product" if variant in FORMATS else kind
         text = "".join(
             f'#line 1 "{name}.cuh"\n{(FOLDER / f"{name}.cuh").read_text(encoding="utf-8")}'
-            for name in ("device", own, *(("adapters",) if own == ROWS else ()))
+            for name in ("device", *_BEFORE.get(own, ()), own, *_BEHIND.get(own, ()))
         )
         if kind == "product":
             text += f"PRODUCTS({variant}, {FORMATS[variant]})\n"
         elif kind == EXPERTS and variant:
             text += f"EXPERT_PRODUCTS({variant}, {FORMATS[variant]})\n"
         elif kind == "attention":
-            dim, _, of_codes = variant.partition("_")
-            text += f"ATTENTION({variant}, {dim}, {'Int8Pool' if of_codes else 'FloatPool'})\n"
+            heads, _, of_codes = variant.partition("_")
+            kind = "Latents" if heads == LATENT else f"Heads<{heads}>"
+            pool = "Int8Pool" if of_codes else "FloatPool"
+            pairs = (16,) if heads == LATENT else (16, 64)
+            text += "".join(f"ATTENTION_{num}({variant}, {kind}, {pool})\n" for num in pairs)
         return "#define IN_F16\n" + text if self.dtype is DType.F16 else text
 
 
@@ -60,11 +66,12 @@ def product_module(format_name: str, *, of_experts: bool = False) -> str:
     return f"{EXPERTS if of_experts else 'product'}_{format_name}"
 
 
-def attention_module(head_dim: int, *, of_int8: bool = False) -> str:
-    """The module for heads of this size, in pools of floats or of int8. Raises `ModelError` for larger
-    ones.
+def attention_module(head_dim: int, *, of_int8: bool = False, of_latents: bool = False) -> str:
+    """The module for heads of this size, or for latents, in pools of floats or of int8. Raises `ModelError` for
+    larger ones.
     """
-    return f"attention_{padded_dim(head_dim)}{'_int8' if of_int8 else ''}"
+    heads = LATENT if of_latents else str(padded_dim(head_dim))
+    return f"attention_{heads}{'_int8' if of_int8 else ''}"
 
 
 def padded_dim(head_dim: int) -> int:

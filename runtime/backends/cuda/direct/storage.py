@@ -24,7 +24,7 @@ _WORD_BYTES = 2  # in which blocks are copied
 
 
 class LayerPlaces(NamedTuple):
-    """The addresses of a layer's keys and values, and of their scales; 0: they have none."""
+    """The addresses of a layer's keys and values, which are one of latents, and of their scales; 0: they have none."""
 
     keys: int
     values: int
@@ -33,7 +33,7 @@ class LayerPlaces(NamedTuple):
 
 
 class _Plane(NamedTuple):
-    """Numbers of all heads of all slots: (layers, 2, num_blocks, block_size, num_kv_heads, head_words)."""
+    """Numbers of all heads of all slots: (layers, parts, num_blocks, block_size, num_kv_heads, head_words)."""
 
     address: int
     head_words: int
@@ -51,7 +51,8 @@ class _DevicePool:
         self._device = device
         self._shape = shape
         self._lock = threading.Lock()
-        heads = 2 * shape.num_layers * shape.block_size * shape.num_kv_heads  # of a block
+        self._num_parts = shape.num_layers * shape.num_parts  # keys and values of a layer, or latents
+        heads = self._num_parts * shape.block_size * shape.num_kv_heads  # of a block
         self._block_words = heads * sum(head_words)
         self.size_bytes = shape.num_blocks * self._block_words * _WORD_BYTES
         self.address = device.driver.alloc(max(1, self.size_bytes))
@@ -70,8 +71,8 @@ class _DevicePool:
         for plane in self._planes:
             slots = shape.num_blocks * shape.block_size
             part_bytes = slots * shape.num_kv_heads * plane.head_words * _WORD_BYTES
-            keys = plane.address + 2 * layer * part_bytes
-            places += (keys, keys + part_bytes)
+            keys = plane.address + shape.num_parts * layer * part_bytes
+            places += (keys, keys + (shape.num_parts - 1) * part_bytes)
         return LayerPlaces(*places)
 
     def copy_out(self, blocks: Sequence[int], into: Bytes) -> None:
@@ -100,7 +101,7 @@ class _DevicePool:
             row = shape.num_kv_heads * plane.head_words
             sizes = (shape.num_blocks, shape.block_size, row, source, target, num_tokens)
             arguments = CopyTokens(plane.address, *sizes)
-            launch = kernels.launch(BLOCKS, "copy_tokens", (2 * shape.num_layers,), _THREADS, arguments)
+            launch = kernels.launch(BLOCKS, "copy_tokens", (self._num_parts,), _THREADS, arguments)
             self._device.driver.launch(launch, self._device.stream)
 
     @property
@@ -138,7 +139,7 @@ class _DevicePool:
         shape, (stored, numbers) = self._shape, self._rooms(len(blocks))
         numbers.host[: 4 * len(blocks)].view(np.uint32)[:] = blocks
         numbers.upload(4 * len(blocks))
-        kernels, grid = self._device.kernels(shape.dtype), (len(blocks), 2 * shape.num_layers)
+        kernels, grid = self._device.kernels(shape.dtype), (len(blocks), self._num_parts)
         for plane in self._planes:
             place = stored.address + plane.stored_words * _WORD_BYTES
             sizes = (shape.num_blocks, shape.block_size, shape.num_kv_heads, plane.head_words)

@@ -26,6 +26,7 @@ FEW_PAIRS, MANY_PAIRS = 16, 64  # pairs (token, head) of an item
 ALONE = 0xFFFFFFFF  # an item that folds its splits itself
 # Splits that are folded by a launch of its own: a step has room for one of these.
 SLOTS = (0, 64, 512)
+MAX_MERGES = SLOTS[-1] // 2  # of two splits and more
 MAX_SPLITS_PER_ITEM = 16
 BLOCKS_PER_PROCESSOR = 4  # a guess, until it was measured
 
@@ -76,7 +77,7 @@ class TableSizes(Struct, frozen=True):
             "lengths": self.max_spans,
             "contexts": self.max_spans,
             "table_starts": self.max_spans,
-            "merges": _MERGE_SIZE * self.max_spans,
+            "merges": _MERGE_SIZE * MAX_MERGES,
             "items": _ITEM_SIZE * self.max_items,
             "types": self.max_types,
             "blocks": self.max_blocks,
@@ -99,12 +100,14 @@ def plan_attention(
     num_kv_heads: int,
     num_processors: int,
     sees_ahead: bool = False,
+    takes_many: bool = True,
     max_slots: int = SLOTS[-1],
 ) -> AttentionPlan:
     """Cut the attention of a step into items. `group` query heads share a key head. With `sees_ahead` rows see keys
-    behind their own. Up to `max_slots` splits are folded by a launch of its own.
+    behind their own. Without `takes_many` items have FEW_PAIRS. Up to `max_slots` splits are folded by a launch of its
+    own.
     """
-    many = any(span.length * group > FEW_PAIRS for span in spans)
+    many = takes_many and any(span.length * group > FEW_PAIRS for span in spans)
     size = MANY_PAIRS if many else FEW_PAIRS
     num_items = sum(-(-span.length * group // size) for span in spans)
     wanted = -(-BLOCKS_PER_PROCESSOR * num_processors // max(1, num_items * num_kv_heads))
@@ -144,6 +147,7 @@ class StepTables:
         block_size: int,
         num_experts_used: int = 0,
         sees_ahead: bool = False,
+        takes_many: bool = True,
         max_slots: int = SLOTS[-1],
     ) -> None:
         self._sizes = sizes
@@ -153,6 +157,7 @@ class StepTables:
             num_kv_heads=num_kv_heads,
             num_processors=num_processors,
             sees_ahead=sees_ahead,
+            takes_many=takes_many,
             max_slots=max_slots,
         )
         self._vocab_size = vocab_size
@@ -178,7 +183,6 @@ class StepTables:
         plan = self._plan(spans)
         self._require("items of attention", len(plan.items), self._sizes.max_items)
         num_merges = len(plan.merges)
-        self._require("split items", num_merges, self._sizes.max_spans)
         counts = into[offsets["counts"] : offsets["counts"] + NUM_COUNTS]
         counts[:] = 0
         counts[_COUNT_ROWS], counts[_COUNT_LOGITS] = len(batch.tokens), len(batch.logit_rows)

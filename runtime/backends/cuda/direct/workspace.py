@@ -16,6 +16,7 @@ from ....step.logprobs import rows_at_once
 from ....tensors import DType
 from .device import DirectDevice
 from .experts import ExpertArrays
+from .latent import LatentArrays, projected_size
 from .memory import Array, DeviceArena
 from .storage import DirectPool
 from .tables import FEW_PAIRS, SLOTS, AttentionPlan, ProgramKey, StepTables, TableSizes, U32s
@@ -33,9 +34,10 @@ class WorkspaceLimits(Struct, frozen=True, kw_only=True):
     max_context: int
     block_size: int = 16
     num_logits: int | None = None  # rows of logits, of those that are normalised for them; None: all
+    num_latent_copies: int = 0  # of matrices: `latent.copied_layers`
 
     @classmethod
-    def alone(cls, spec: DecoderSpec, block_size: int) -> WorkspaceLimits:
+    def alone(cls, spec: DecoderSpec, block_size: int = 16) -> WorkspaceLimits:
         """For passes without an engine, as of texts that are embedded."""
         return cls(
             max_rows=max(2048, spec.max_context if spec.is_bidirectional else 0),
@@ -67,8 +69,12 @@ class StepArrays:
     def __init__(self, arena: DeviceArena, spec: DecoderSpec, limits: WorkspaceLimits) -> None:
         rows, dtype = limits.max_rows, spec.dtype
         num_logits = limits.max_logits(spec.vocab_size)
+        latent, value_dim = spec.latent, spec.head_dim
         attended_size = spec.num_heads * spec.head_dim
         heads_size = attended_size + 2 * spec.num_kv_heads * spec.head_dim
+        if latent is not None:
+            attended_size, value_dim = spec.num_heads * latent.value_dim, latent.rank
+            heads_size = projected_size(spec, latent)
         inner_size, angles = _inner_size(spec), (limits.max_context, spec.rotary.dim // 2)
         split = (SLOTS[-1], spec.num_kv_heads, FEW_PAIRS)
         self.tables = arena.take("tables", (limits.table_sizes(spec).offsets["end"],), DType.U32)
@@ -80,7 +86,7 @@ class StepArrays:
         self.active = arena.take("active", (rows, inner_size), dtype)
         self.scored = arena.take("scored rows", (num_logits, spec.hidden_size), dtype)
         self.logits = arena.take("logits", (limits.num_logits or num_logits, spec.vocab_size), DType.F32)
-        self.split_sums = arena.take("sums of splits", (*split, spec.head_dim), DType.F32)
+        self.split_sums = arena.take("sums of splits", (*split, value_dim), DType.F32)
         self.split_scales = arena.take("scales of splits", (*split, 2), DType.F32)
         self.cos = arena.take("cosines", angles, DType.F32)
         self.sin = arena.take("sines", angles, DType.F32)
@@ -96,6 +102,9 @@ class StepArrays:
         self.experts: ExpertArrays | None = None
         if spec.experts is not None:
             self.experts = ExpertArrays(arena, spec, spec.experts, rows)
+        self.latents: LatentArrays | None = None
+        if latent is not None:
+            self.latents = LatentArrays(arena, spec, latent, rows, limits.num_latent_copies)
 
     def table(self, offset: int) -> int:
         """The address of a number of the tables."""
@@ -138,6 +147,7 @@ class Workspace:
             block_size=kv.block_size,
             num_experts_used=0 if spec.experts is None else spec.experts.num_used,
             sees_ahead=spec.is_bidirectional,
+            takes_many=spec.latent is None,
         )
         self._uplink = Uplink(device.driver, device.stream, 4 * self.offsets["end"])
         self._loaded: tuple[StepBatch, AttentionPlan] | None = None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.tiny_models import config_json, tiny_model
 
 from teneral.loader.errors import InsufficientMemoryError
-from teneral.runtime.backends.choose import pool_bytes
+from teneral.runtime.backends.choose import check_encoder_share, pool_bytes
 from teneral.runtime.backends.cuda.storage import activation_bytes
 from teneral.runtime.kv.storage import GRAPH_BYTES, MIN_KV_BYTES, SPARE_BYTES, device_kv_bytes
 from teneral.runtime.models.decoder_config import DecoderConfig
@@ -40,7 +40,9 @@ def test_most_of_what_is_left_is_for_keys_and_values():
 def test_a_pool_in_a_share_of_a_device_leaves_the_rest_to_others(free):
     driver = SimpleNamespace(memory=lambda: (free, 80 * GIB))
     executor = SimpleNamespace(
-        is_direct=True, device=SimpleNamespace(driver=driver), step_bytes=lambda max_running: GIB
+        is_direct=True,
+        device=SimpleNamespace(driver=driver),
+        step_bytes=lambda _, adapters_bytes: GIB + adapters_bytes,
     )
     model = SimpleNamespace(device="cuda:0", executor=executor)
     others = GIB + GRAPH_BYTES + SPARE_BYTES
@@ -53,6 +55,25 @@ def test_a_pool_in_a_share_of_a_device_leaves_the_rest_to_others(free):
         with pytest.raises(InsufficientMemoryError, match=r"of 40 percent|of 21 percent") as caught:
             pool_bytes(model, 16 * GIB, 8, **settings_)
         assert "weights 16,384" in caught.value.message
+    with_adapters = pool_bytes(model, 16 * GIB, 8, device_percent=40, adapters_bytes=GIB)
+    assert 0.89 * GIB < kv_bytes - with_adapters < GIB
+
+
+def test_the_largest_batch_of_an_encoder_is_counted_in_a_share_of_a_device():
+    driver = SimpleNamespace(memory=lambda: (80 * GIB, 80 * GIB))
+    executor = SimpleNamespace(
+        is_direct=True, device=SimpleNamespace(driver=driver), batch_bytes=lambda max_tokens: max_tokens << 20
+    )
+    for max_tokens, fits in ((1024, True), (8192, False)):
+        config = SimpleNamespace(max_tokens=max_tokens)
+        model = SimpleNamespace(device="cuda:0", executor=executor, config=config)
+        check_encoder_share(model, GIB, None)
+        if fits:
+            check_encoder_share(model, GIB, 5)
+        else:
+            with pytest.raises(InsufficientMemoryError, match="of 5 percent"):
+                check_encoder_share(model, GIB, 5)
+    check_encoder_share(SimpleNamespace(), GIB, 5)  # computed by something else
 
 
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.F32])

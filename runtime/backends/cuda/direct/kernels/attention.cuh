@@ -8,6 +8,8 @@
 // An item is up to 16 * ROW_TILES pairs (token, query head) of one sequence and one key head, pairs of a token being
 // neighbours. A block computes an item: each of 4 warps multiplies queries with 16 of a tile's keys, then the weights
 // with the values of a quarter of the head's numbers.
+//
+// Latents are one key head, whose values are its first numbers: a tile of them is read once, and 8 warps share a block.
 
 struct Item {
   u32 span, first_pair;
@@ -21,13 +23,13 @@ struct Merge {
 };
 
 struct Attention {
-  const u16* heads;  // (rows, num_heads + 2 * num_kv_heads, head_dim): queries first
+  const u16* heads;  // (rows, row_heads, head_dim): queries first
   const void* keys;  // (blocks, block_size, num_kv_heads, head_dim): 16-bit floats, or int8
   const void* values;
   const u16* key_scales;  // (blocks, block_size, num_kv_heads) of int8
   const u16* value_scales;
-  u16* out;  // (rows, num_heads, head_dim)
-  float* split_sums;  // (slots, num_kv_heads, 16, head_dim): not divided
+  u16* out;  // (rows, num_heads, value_dim)
+  float* split_sums;  // (slots, num_kv_heads, 16, value_dim): not divided
   float* split_scales;  // (slots, num_kv_heads, 16, 2): the largest score, and the sum of weights
   const Item* items;
   const Merge* merges;
@@ -38,7 +40,7 @@ struct Attention {
   const u32* blocks;
   const u32* counts;
   const float* bias;  // (num_heads, 2 * reach + 1), by the distance key - query: added to scores, times log2(e); 0: none
-  u32 num_heads, num_kv_heads, head_dim, block_size;
+  u32 num_heads, num_kv_heads, row_heads, head_dim, value_dim, block_size;
   u32 window;  // how many tokens up to itself a token sees
   u32 ahead;  // how many tokens behind itself it sees; a step has all of a text's then
   u32 reach;
@@ -48,7 +50,18 @@ struct Attention {
 
 #define TILE 64
 #define TILES_PER_SPLIT 4
-#define ATTENTION_THREADS 128
+
+// The numbers of a key and of a value that a block has room for, and its warps.
+template <u32 DIM>
+struct Heads {
+  static constexpr u32 KEY = DIM, VALUE = DIM, WARPS = 4;
+  static constexpr bool ARE_LATENTS = false;
+};
+struct Latents {
+  static constexpr u32 KEY = 576, VALUE = 512, WARPS = 8;
+  static constexpr bool ARE_LATENTS = true;
+};
+#define MERGE_THREADS 128
 
 // 2 ** (score - largest); nothing where there is no score.
 __device__ __forceinline__ float weight_of(float score, float largest) { return score == NONE ? 0.0f : exp2f(score - largest); }
@@ -71,7 +84,7 @@ __device__ __forceinline__ float folded(float sum, float part, float keep, float
 template <u32 DIM, u32 ROW_TILES>
 struct Room {
   u16 queries[16 * ROW_TILES][DIM + 8];
-  u16 values[TILE][DIM + 8];
+  u16 values[TILE][DIM + 8];  // or latents, which are keys, too
   u16 weights[16 * ROW_TILES][TILE + 8];
   float scores[16 * ROW_TILES][TILE + 4];
   float largest[16 * ROW_TILES], total[16 * ROW_TILES], correction[16 * ROW_TILES];
@@ -108,9 +121,11 @@ struct Int8Pool {  // a code times its row's scale, rounded
   }
 };
 
-template <u32 DIM, u32 ROW_TILES, class Pool>
+template <class H, u32 ROW_TILES, class Pool>
 struct AttentionBlock {
-  static constexpr u32 ROWS = 16 * ROW_TILES, PARTS = DIM / 32;  // a warp has DIM / 4 numbers: parts of 8
+  static constexpr u32 ROWS = 16 * ROW_TILES, DIM = H::KEY, THREADS = 32 * H::WARPS;
+  static constexpr u32 OF_WARP = H::VALUE / H::WARPS, PARTS = OF_WARP / 8;  // numbers of values that a warp has: parts of 8
+  static constexpr u32 KEYS = TILE / H::WARPS;  // of a tile, that a warp has
   const Attention& args;
   Room<DIM, ROW_TILES>& room;
   const u32 kv_head, group, warp, lane, g, c;
@@ -138,22 +153,22 @@ struct AttentionBlock {
 
   __device__ __forceinline__ u16* out_of(u32 row) const {
     const u32 pair = first_pair + row;
-    return args.out + ((u64)(start + pair / group) * args.num_heads + kv_head * group + pair % group) * args.head_dim;
+    return args.out + ((u64)(start + pair / group) * args.num_heads + kv_head * group + pair % group) * args.value_dim;
   }
 
   __device__ __forceinline__ void load_queries() {
-    for (u32 at = threadIdx.x; at < ROWS * DIM / 8; at += ATTENTION_THREADS) {
+    for (u32 at = threadIdx.x; at < ROWS * DIM / 8; at += THREADS) {
       const u32 row = at / (DIM / 8), dim = at % (DIM / 8) * 8, pair = first_pair + row;
-      const u64 head = (u64)(start + pair / group) * (args.num_heads + 2 * args.num_kv_heads) + kv_head * group + pair % group;
+      const u64 head = (u64)(start + pair / group) * args.row_heads + kv_head * group + pair % group;
       const uint4 some = row < num_pairs ? eight_of(args.heads + head * args.head_dim, dim, args.head_dim) : uint4{0, 0, 0, 0};
       *(uint4*)&room.queries[row][dim] = some;
     }
-    for (u32 row = threadIdx.x; row < ROWS; row += ATTENTION_THREADS) room.folded[row] = {NONE, 0.0f};
+    for (u32 row = threadIdx.x; row < ROWS; row += THREADS) room.folded[row] = {NONE, 0.0f};
   }
 
   // A split: the sums of its weighted values stay in registers, its scales in shared memory.
   __device__ __forceinline__ void compute_split(u32 split) {
-    for (u32 row = threadIdx.x; row < ROWS; row += ATTENTION_THREADS) { room.largest[row] = NONE; room.total[row] = 0; }
+    for (u32 row = threadIdx.x; row < ROWS; row += THREADS) { room.largest[row] = NONE; room.total[row] = 0; }
     EACH(r, ROW_TILES)
       EACH(part, PARTS)
         EACH(i, 4) sums[r][part][i] = 0;
@@ -164,6 +179,7 @@ struct AttentionBlock {
       if (key + TILE <= from) continue;
       __syncthreads();
       load_values(key);
+      if (H::ARE_LATENTS) __syncthreads();
       score(key);
       if (args.bias) add_bias(key);
       __syncthreads();
@@ -175,7 +191,7 @@ struct AttentionBlock {
   }
 
   __device__ __forceinline__ void load_values(u32 key) {
-    for (u32 at = threadIdx.x; at < TILE * DIM / 8; at += ATTENTION_THREADS) {
+    for (u32 at = threadIdx.x; at < TILE * DIM / 8; at += THREADS) {
       const u32 own = at / (DIM / 8), dim = at % (DIM / 8) * 8;
       const bool is_there = key + own < context;
       uint4 some = {0, 0, 0, 0};
@@ -185,12 +201,13 @@ struct AttentionBlock {
   }
 
   __device__ __forceinline__ void score(u32 key) {
-    EACH(eight, 2) {
-      const u32 first = 16 * warp + 8 * eight, own = key + first + g;
+    EACH(eight, KEYS / 8) {
+      const u32 first = KEYS * warp + 8 * eight, own = key + first + g;
       uint4 of_key[DIM / 32];
       EACH(part, DIM / 32) {
         of_key[part] = uint4{0, 0, 0, 0};
-        if (own < context) of_key[part] = Pool::eight(args.keys, args.key_scales, place_of(args, table, own, kv_head), 32 * part + 8 * c, args.head_dim);
+        if (H::ARE_LATENTS) of_key[part] = *(const uint4*)&room.values[first + g][32 * part + 8 * c];
+        else if (own < context) of_key[part] = Pool::eight(args.keys, args.key_scales, place_of(args, table, own, kv_head), 32 * part + 8 * c, args.head_dim);
       }
       EACH(r, ROW_TILES) {
         if (r >= num_tiles) break;
@@ -214,10 +231,10 @@ struct AttentionBlock {
 
   // Each thread adds it to the scores that it wrote. Apart from these, whose registers it would take.
   __device__ __forceinline__ void add_bias(u32 key) {
-    for (u32 eight = 0; eight < 2; eight++)
+    for (u32 eight = 0; eight < KEYS / 8; eight++)
       for (u32 r = 0; r < num_tiles; r++)
         for (u32 i = 0; i < 4; i++) {
-          const u32 row = 16 * r + g + 8 * (i / 2), at = 16 * warp + 8 * eight + 2 * c + i % 2;
+          const u32 row = 16 * r + g + 8 * (i / 2), at = KEYS * warp + 8 * eight + 2 * c + i % 2;
           if (room.scores[row][at] == NONE) continue;
           const u64 head = kv_head * group + (first_pair + row) % group;
           room.scores[row][at] += args.bias[head * (2ull * args.reach + 1) + key + at + args.reach - position_of(row)];
@@ -226,6 +243,7 @@ struct AttentionBlock {
 
   // Scores become weights; 8 lanes a row, in an order that does not depend on ROW_TILES.
   __device__ __forceinline__ void weigh() {
+    if (H::WARPS > 4 && warp >= 4) return;
     for (u32 r = 0; r < num_tiles; r++) {
       const u32 row = 16 * r + threadIdx.x / 8, own = threadIdx.x % 8;
       float largest = NONE, total = 0;
@@ -257,7 +275,7 @@ struct AttentionBlock {
         // Matrices: keys 0 to 7 and 8 to 15 of one part, then of the next; a head of 32 has only one part a warp.
         u32 of_values[4];
         const u32 matrix = lane / 8, next = PARTS > 1 ? matrix / 2 : 0;
-        load_transposed(of_values, &room.values[sixteen + 8 * (matrix % 2) + lane % 8][warp * (DIM / 4) + 8 * (part + next)]);
+        load_transposed(of_values, &room.values[sixteen + 8 * (matrix % 2) + lane % 8][warp * OF_WARP + 8 * (part + next)]);
         EACH(r, ROW_TILES) {
           if (r >= num_tiles) break;
           const u16 *low = &room.weights[16 * r + g][sixteen + 2 * c], *high = &room.weights[16 * r + 8 + g][sixteen + 2 * c];
@@ -274,8 +292,8 @@ struct AttentionBlock {
     EACH(r, ROW_TILES)
       EACH(part, PARTS)
         EACH(i, 4) {
-          const u32 row = 16 * r + g + 8 * (i / 2), dim = warp * (DIM / 4) + 8 * part + 2 * c + i % 2;
-          if (row < num_pairs && dim < args.head_dim) visit(r, part, i, row, dim);
+          const u32 row = 16 * r + g + 8 * (i / 2), dim = warp * OF_WARP + 8 * part + 2 * c + i % 2;
+          if (row < num_pairs && dim < args.value_dim) visit(r, part, i, row, dim);
         }
   }
 
@@ -285,7 +303,7 @@ struct AttentionBlock {
     const u32 behind = min(end, last_key() / (TILE * TILES_PER_SPLIT) + 1);
     for (u32 split = max(first, first_key() / (TILE * TILES_PER_SPLIT)); split < behind; split++) {
       compute_split(split);
-      for (u32 row = threadIdx.x; row < ROWS; row += ATTENTION_THREADS) fold(room.folded[row], room.largest[row], room.total[row], room.keep[row], room.add[row]);
+      for (u32 row = threadIdx.x; row < ROWS; row += THREADS) fold(room.folded[row], room.largest[row], room.total[row], room.keep[row], room.add[row]);
       __syncthreads();
       each([&](u32 r, u32 part, u32 i, u32 row, u32 dim) { all[r][part][i] = folded(all[r][part][i], sums[r][part][i], room.keep[row], room.add[row]); });
     }
@@ -297,8 +315,8 @@ struct AttentionBlock {
     for (u32 split = first; split < end; split++) {
       compute_split(split);
       const u64 place = ((u64)(slot + split - first) * args.num_kv_heads + kv_head) * 16;
-      each([&](u32 r, u32 part, u32 i, u32 row, u32 dim) { args.split_sums[(place + row) * args.head_dim + dim] = sums[r][part][i]; });
-      for (u32 row = threadIdx.x; row < num_pairs; row += ATTENTION_THREADS) {
+      each([&](u32 r, u32 part, u32 i, u32 row, u32 dim) { args.split_sums[(place + row) * args.value_dim + dim] = sums[r][part][i]; });
+      for (u32 row = threadIdx.x; row < num_pairs; row += THREADS) {
         args.split_scales[2 * (place + row)] = room.largest[row];
         args.split_scales[2 * (place + row) + 1] = room.total[row];
       }
@@ -306,36 +324,37 @@ struct AttentionBlock {
   }
 };
 
-template <u32 DIM, u32 ROW_TILES, class Pool>
+template <class H, u32 ROW_TILES, class Pool>
 __device__ __forceinline__ void attend(const Attention& args) {
   if (blockIdx.x >= args.counts[NUM_ITEMS]) return;
   const Item item = args.items[blockIdx.x];
-  AttentionBlock<DIM, ROW_TILES, Pool> block(args, *(Room<DIM, ROW_TILES>*)shared_memory, item);
+  AttentionBlock<H, ROW_TILES, Pool> block(args, *(Room<H::KEY, ROW_TILES>*)shared_memory, item);
   block.load_queries();
   __syncthreads();
   if (item.slot == ALONE) block.fold_splits(item.first_split, item.end_split);
   else block.store_splits(item.first_split, item.end_split, item.slot);
 }
 
-#define ATTENTION(name, dim, Pool)                                                            \
-  KERNEL(attention_##name##_16, Attention, ATTENTION_THREADS) { attend<dim, 1, Pool>(args); } \
-  KERNEL(attention_##name##_64, Attention, ATTENTION_THREADS) { attend<dim, 4, Pool>(args); }
+#define ATTENTION_16(name, H, Pool) \
+  KERNEL(attention_##name##_16, Attention, 32 * H::WARPS) { attend<H, 1, Pool>(args); }
+#define ATTENTION_64(name, H, Pool) \
+  KERNEL(attention_##name##_64, Attention, 32 * H::WARPS) { attend<H, 4, Pool>(args); }
 
 // Fold the splits of an item of up to 16 pairs, as `fold_splits` does.
-KERNEL(merge_splits, Attention, ATTENTION_THREADS) {
+KERNEL(merge_splits, Attention, MERGE_THREADS) {
   if (blockIdx.x >= args.counts[NUM_MERGES]) return;
   const Merge merge = args.merges[blockIdx.x];
   const u32 kv_head = blockIdx.y, group = args.num_heads / args.num_kv_heads, start = args.starts[merge.span];
   const u32 num_pairs = min(16u, args.lengths[merge.span] * group - merge.first_pair);
-  for (u32 at = threadIdx.x; at < num_pairs * args.head_dim; at += ATTENTION_THREADS) {
-    const u32 row = at / args.head_dim, dim = at % args.head_dim, pair = merge.first_pair + row;
+  for (u32 at = threadIdx.x; at < num_pairs * args.value_dim; at += MERGE_THREADS) {
+    const u32 row = at / args.value_dim, dim = at % args.value_dim, pair = merge.first_pair + row;
     Folded known = {NONE, 0.0f};
     float sum = 0, keep, add;
     for (u32 split = 0; split < merge.num_splits; split++) {
       const u64 place = ((u64)(merge.first_slot + split) * args.num_kv_heads + kv_head) * 16 + row;
       fold(known, args.split_scales[2 * place], args.split_scales[2 * place + 1], keep, add);
-      sum = folded(sum, args.split_sums[place * args.head_dim + dim], keep, add);
+      sum = folded(sum, args.split_sums[place * args.value_dim + dim], keep, add);
     }
-    args.out[((u64)(start + pair / group) * args.num_heads + kv_head * group + pair % group) * args.head_dim + dim] = narrow(sum / known.total);
+    args.out[((u64)(start + pair / group) * args.num_heads + kv_head * group + pair % group) * args.value_dim + dim] = narrow(sum / known.total);
   }
 }

@@ -1,5 +1,5 @@
 // Blocks of keys and values between the pool and the order in which they are stored: (block, layer, keys or values, head,
-// slot, number), as the host's pool has them. Of int8, pairs of codes are copied as one number, and scales as heads of one.
+// slot, number), as the host's pool has them; of latents, which are keys alone, with 1 in place of 2. Of int8, pairs of codes are copied as one number, and scales as heads of one.
 
 struct CopyBlocks {
   u16* pool;  // (layers, 2, pool_blocks, block_size, num_kv_heads, head_dim)

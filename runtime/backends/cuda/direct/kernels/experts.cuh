@@ -13,7 +13,7 @@ struct RouteExperts {
   float* weights;  // (rows, num_used), of these
   const u32* counts;
   u32 num, num_used, correction_kind;
-  u32 sigmoid, wide_scores, sum_to_1, rounds_weights;  // as `models.experts_config.Experts` has them
+  u32 sigmoid, wide_scores, sum_to_1, rounds_weights, num_groups, num_groups_used;  // as `models.experts_config.Experts` has them
   float sum_eps, factor;
 };
 
@@ -23,10 +23,45 @@ __device__ __forceinline__ u64 rank_of(float score, u32 expert) {
   return (u64)(bits >> 31 ? ~bits : bits | 0x80000000) << 32 | ~expert;
 }
 
+__device__ __forceinline__ float score_of(u64 rank) {
+  const u32 bits = (u32)(rank >> 32);
+  return float_of_bits(bits >> 31 ? bits & 0x7FFFFFFF : ~bits);
+}
+
+// The highest of `num` ranks, which becomes 0: its number. All lanes of a warp call it, which have every 32nd.
+__device__ __forceinline__ u32 take_highest(u64* ranks, u32 num) {
+  const u32 lane = lane_of(threadIdx.x);
+  u64 own = 0;
+  for (u32 n = lane; n < num; n += 32) own = max(own, ranks[n]);
+  for (u32 mask = 16; mask; mask /= 2) own = max(own, shuffled(own, mask));
+  const u32 number = ~(u32)own;
+  if (number % 32 == lane) ranks[number] = 0;
+  return number;
+}
+
+// Give ranks of 0 to experts of all groups but those whose best, or two best corrected ones together, are highest. A warp
+// calls it.
+__device__ __forceinline__ void leave_out_groups(const RouteExperts& args, u64* ranks, u64* of_groups) {
+  const u32 lane = lane_of(threadIdx.x), size = args.num / args.num_groups;
+  __syncwarp();
+  for (u32 group = lane; group < args.num_groups; group += 32) {
+    u64 first = 0, second = 0;
+    for (u32 n = group * size; n < (group + 1) * size; n++) {
+      second = max(second, min(first, ranks[n]));
+      first = max(first, ranks[n]);
+    }
+    of_groups[group] = rank_of(score_of(first) + (args.correction && second ? score_of(second) : 0.0f), group);
+  }
+  for (u32 k = 0; k < args.num_groups_used; k++) take_highest(of_groups, args.num_groups);
+  __syncwarp();
+  for (u32 n = lane; n < args.num; n += 32)
+    if (of_groups[n / size]) ranks[n] = 0;
+}
+
 // A warp a row. Any scores choose different experts that there are, NaN too.
 KERNEL(route, RouteExperts, 32) {
   __shared__ float shares[MAX_EXPERTS];
-  __shared__ u64 ranks[MAX_EXPERTS];
+  __shared__ u64 ranks[MAX_EXPERTS], of_groups[MAX_EXPERTS];
   __shared__ u32 best[MAX_CHOSEN];
   const u32 row = blockIdx.x, lane = threadIdx.x;
   if (row >= args.counts[NUM_ROWS]) return;
@@ -47,12 +82,9 @@ KERNEL(route, RouteExperts, 32) {
     shares[n] /= total;
     if (args.correction) ranks[n] = rank_of(shares[n] + number_at(args.correction, n, args.correction_kind), n);
   }
+  if (args.num_groups_used < args.num_groups) leave_out_groups(args, ranks, of_groups);
   for (u32 k = 0; k < args.num_used; k++) {
-    u64 own = 0;
-    for (u32 n = lane; n < args.num; n += 32) own = max(own, ranks[n]);
-    for (u32 mask = 16; mask; mask /= 2) own = max(own, shuffled(own, mask));
-    const u32 expert = ~(u32)own;
-    if (expert % 32 == lane) ranks[expert] = 0;
+    const u32 expert = take_highest(ranks, args.num);
     if (lane == 0) best[k] = expert;
   }
   __syncwarp();

@@ -49,8 +49,8 @@ struct ExpertProduct {
 struct PartProduct : Product {
   const u32* rows;
 };
-__device__ __forceinline__ u32 row_of_x(const Product&, u32 row) { return row; }
-__device__ __forceinline__ u32 row_of_x(const PartProduct& args, u32 row) { return args.rows ? args.rows[row] : row; }
+__device__ __forceinline__ const u16* x_of(const Product& args, u32 row) { return args.x + (u64)row * args.num_in; }
+__device__ __forceinline__ const u16* x_of(const PartProduct& args, u32 row) { return args.x + (u64)(args.rows ? args.rows[row] : row) * args.num_in; }
 
 #define STRETCHES 8
 #define FEW_THREADS (32 * STRETCHES)
@@ -221,7 +221,7 @@ __device__ __forceinline__ void sum_stretch(const Arguments& args, u32 row, u32 
       numbers[r][half] = min(row + 16 * r + 8 * half + g, args.num_out - 1);
       of_row[r][half] = F::row(args, numbers[r][half]);
     }
-  EACH(t, TOKENS) of_token[t] = args.x + (u64)row_of_x(args, min(token + 8 * t + g, end_token - 1)) * args.num_in;
+  EACH(t, TOKENS) of_token[t] = x_of(args, min(token + 8 * t + g, end_token - 1));
   float acc[ROWS][TOKENS][4] = {};
   const u32 num_groups = F::HAS_SCALE ? args.num_in / args.group : 1;
   u32 left = F::HAS_SCALE ? args.group - begin % args.group : 0;  // columns of this group

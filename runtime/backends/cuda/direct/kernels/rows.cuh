@@ -160,6 +160,23 @@ __device__ __forceinline__ void store_codes(const float* numbers, u32 dim, signe
   if (lane_of(threadIdx.x) == 0) *scale = narrow(factor);
 }
 
+// Turn pairs of numbers, `half` of them, by the angles of a position. Whoever wrote them is waited for. A warp calls it.
+__device__ __forceinline__ void turn(float* numbers, u32 half, const float* cosines, const float* sines, bool is_interleaved, bool is_wide) {
+  for (u32 at = lane_of(threadIdx.x); at < half; at += 32) {
+    const u32 first = is_interleaved ? 2 * at : at, second = is_interleaved ? 2 * at + 1 : at + half;
+    const float low = numbers[first], high = numbers[second];
+    float cos = cosines[at], sin = sines[at];
+    float of_first[2] = {low * cos, high * sin}, of_second[2] = {high * cos, low * sin};
+    if (!is_wide) {
+      cos = rounded(cos), sin = rounded(sin);
+      of_first[0] = rounded(low * cos), of_first[1] = rounded(high * sin);
+      of_second[0] = rounded(high * cos), of_second[1] = rounded(low * sin);
+    }
+    numbers[first] = rounded(of_first[0] - of_first[1]);
+    numbers[second] = rounded(of_second[0] + of_second[1]);
+  }
+}
+
 // Normalise and rotate queries and keys, and store keys and values in their slots. A warp a head.
 KERNEL(place_heads, PlaceHeads, 128) {
   __shared__ float own[4][MAX_HEAD_DIM];
@@ -185,19 +202,7 @@ KERNEL(place_heads, PlaceHeads, 128) {
   __syncwarp();
   const u32 half = args.cos && !is_value ? args.rotary_dim / 2 : 0;
   const u64 angles = (u64)args.positions[row] * half;
-  for (u32 at = lane; at < half; at += 32) {
-    const u32 first = args.interleaved ? 2 * at : at, second = args.interleaved ? 2 * at + 1 : at + half;
-    const float low = numbers[first], high = numbers[second];
-    float cos = args.cos[angles + at], sin = args.sin[angles + at];
-    float of_first[2] = {low * cos, high * sin}, of_second[2] = {high * cos, low * sin};
-    if (!args.wide_turns) {
-      cos = rounded(cos), sin = rounded(sin);
-      of_first[0] = rounded(low * cos), of_first[1] = rounded(high * sin);
-      of_second[0] = rounded(high * cos), of_second[1] = rounded(low * sin);
-    }
-    numbers[first] = rounded(of_first[0] - of_first[1]);
-    numbers[second] = rounded(of_second[0] + of_second[1]);
-  }
+  turn(numbers, half, args.cos + angles, args.sin + angles, args.interleaved, args.wide_turns);
   __syncwarp();
   const u64 slot = (u64)args.slots[row] * args.num_kv_heads + head - (is_value ? num_rotated : args.num_heads);
   void* pool = is_value ? args.values : args.keys;
@@ -207,6 +212,46 @@ KERNEL(place_heads, PlaceHeads, 128) {
     return;
   }
   u16* to = is_query ? from : (u16*)pool + slot * dim;
+  for (u32 at = lane; at < dim; at += 32) to[at] = narrow(numbers[at]);
+}
+
+struct PlaceLatents {
+  const u16* queries;  // (rows, num_heads) heads, rows `query_stride` apart: plain_dim numbers, then those that turn
+  const u16* latents;  // rows `latent_stride` apart: a normalised latent of `rank` numbers, then the key that turns
+  u16* absorbed;  // (rows, num_heads, rank + rotary_dim), of which the turned numbers are written
+  void* pool;  // (slots, rank + rotary_dim): 16-bit floats, or int8
+  u16* scales;  // (slots,) of int8; 0: floats
+  const float* cos;  // (positions, rotary_dim / 2)
+  const float* sin;
+  const u32* positions;  // (rows,)
+  const u32* slots;  // (rows,)
+  const u32* counts;
+  u32 num_heads, plain_dim, rotary_dim, rank, query_stride, latent_stride;
+  u32 interleaved, wide_turns;  // as PlaceHeads has them
+};
+#define MAX_LATENT_DIM 576
+
+// Turn queries and the key that all heads share, and store it behind its latent in their slot. A warp a head.
+KERNEL(place_latents, PlaceLatents, 128) {
+  __shared__ float own[4][MAX_LATENT_DIM];
+  const u32 row = blockIdx.x, lane = lane_of(threadIdx.x), warp = threadIdx.x / 32, head = 4 * blockIdx.y + warp;
+  if (row >= args.counts[NUM_ROWS] || head > args.num_heads) return;
+  const bool is_latent = head == args.num_heads;
+  const u32 before = is_latent ? args.rank : 0, dim = before + args.rotary_dim, pooled_dim = args.rank + args.rotary_dim;
+  const u16* from = is_latent ? args.latents + (u64)row * args.latent_stride
+                              : args.queries + (u64)row * args.query_stride + head * (args.plain_dim + args.rotary_dim) + args.plain_dim;
+  float* numbers = own[warp];
+  for (u32 at = lane; at < dim; at += 32) numbers[at] = wide(from[at]);
+  __syncwarp();
+  const u32 half = args.rotary_dim / 2;
+  const u64 angles = (u64)args.positions[row] * half;
+  turn(numbers + before, half, args.cos + angles, args.sin + angles, args.interleaved, args.wide_turns);
+  __syncwarp();
+  if (is_latent && args.scales) {
+    store_codes(numbers, dim, (signed char*)args.pool + (u64)args.slots[row] * dim, args.scales + args.slots[row]);
+    return;
+  }
+  u16* to = is_latent ? (u16*)args.pool + (u64)args.slots[row] * dim : args.absorbed + ((u64)row * args.num_heads + head) * pooled_dim + args.rank;
   for (u32 at = lane; at < dim; at += 32) to[at] = narrow(numbers[at]);
 }
 

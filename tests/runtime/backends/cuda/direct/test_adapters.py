@@ -18,13 +18,15 @@ from tests.support.native_decoder import with_parameters_in
 from tests.support.tiny_models import config_json, tiny_model
 
 from teneral.runtime.adapters.loaded import LoadedAdapter
+from teneral.runtime.backends.cuda.direct.adapters import DeviceAdapters
 from teneral.runtime.models.decoder_config import DecoderConfig
 
 pytestmark = needs_kernels
 
 PROMPT = TEXT[:23]
-# What adapters meet: norms behind projections, layers side by side, scaled sums, a shared expert.
+# What adapters meet: norms behind projections, layers side by side, scaled sums, a shared expert, latents.
 FAMILIES = ("llama", "qwen3", "gemma2", "cohere2", "granite", "qwen2_moe")
+LATENTS = {"latents": {"target_modules": ["q_a_proj", "kv_a_proj_with_mqa", "o_proj", "down_proj"]}}
 
 
 def load(folder: Path, oracle: Any, *, seed: int = 0, **options: Any) -> LoadedAdapter:
@@ -54,12 +56,16 @@ def run(model: DirectModel, name: str, adapter: Any, tokens: list[int]) -> np.nd
 
 @pytest.mark.parametrize(
     ("family", "modules"),
-    [*(("llama", name) for name in SETS), *((family, "patterns") for family in FAMILIES[1:])],
+    [
+        *(("llama", name) for name in SETS),
+        *((family, "patterns") for family in FAMILIES[1:]),
+        ("deepseek_v3", "latents"),
+    ],
 )
 def test_logits_are_those_of_the_merged_model(family: str, modules: str, tmp_path: Path) -> None:
     """In fp16, as near to those in fp32 as the model's own without the adapter."""
     base = with_parameters_in(torch.float16, tiny_model(family, **MIXTURES.get(family, {})))
-    adapter = load(tmp_path / "a", base, size=0.15, **SETS[modules])
+    adapter = load(tmp_path / "a", base, size=0.15, **(SETS | LATENTS)[modules])
     model = DirectModel.of(base)
     found, plain = run(model, "a", adapter, PROMPT), run(model, "a", None, PROMPT)
     model.close()
@@ -126,6 +132,10 @@ def test_copies_leave_for_others_and_with_their_adapters(
         np.testing.assert_array_equal(stepper.run({str(turn): PROMPT})[str(turn)], expected[number])
         used.add(memory())
     assert len(used) == 2  # with one of them, and from then on with two
+    executor, on_host = stepper.executor, 2 * max(adapter.weights.size_bytes for adapter in loaded)
+    copies = executor.adapter_bytes - sum(DeviceAdapters.table_bytes(3, num_slots=2, num_rows=512))
+    assert on_host <= copies < 1.1 * on_host  # but for padding
+    assert executor.adapter_bytes <= executor.step_bytes(2, copies) - executor.step_bytes(2)
     stepper.executor.drop_adapters()
     assert memory() < min(used)
     stepper.adapters["again"] = loaded[0]

@@ -18,6 +18,7 @@ from teneral.runtime.backends.cuda.direct.tables import (
     ALONE,
     FEW_PAIRS,
     MANY_PAIRS,
+    MAX_MERGES,
     SLOTS,
     SPLIT_KEYS,
     AttentionPlan,
@@ -113,7 +114,8 @@ class Cache:
             contexts=table([span.context_len for span in spans]), table_starts=table(lengths),
             blocks=table([block for span in spans for block in span.blocks]),
             counts=table([len(rows), 0, len(plan.items), len(plan.merges)]),
-            num_heads=self.num_heads, num_kv_heads=KV_HEADS, head_dim=self.head_dim, block_size=BLOCK_SIZE,
+            num_heads=self.num_heads, num_kv_heads=KV_HEADS, row_heads=self.num_heads + 2 * KV_HEADS,
+            head_dim=self.head_dim, value_dim=self.head_dim, block_size=BLOCK_SIZE,
             window=window, scale=self.scale * 1.4426950408889634,
         )  # fmt: skip
         sizes = {"num_items": len(plan.items) + 2, "num_merges": len(plan.merges)}
@@ -210,12 +212,15 @@ class TestPlan:
         st.lists(st.tuples(st.integers(1, 300), st.integers(0, 20_000)), min_size=1, max_size=20),
         st.sampled_from([1, 4, 7, 16, 24]),
         st.sampled_from([1, 16, 132]),
+        st.booleans(),
     )
     def test_every_pair_and_split_is_computed_once(
-        self, sequences: list[tuple[int, int]], group: int, num_processors: int
+        self, sequences: list[tuple[int, int]], group: int, num_processors: int, takes_many: bool
     ) -> None:
         spans = self.spans(*[(length, length + cached) for length, cached in sequences])
-        plan = plan_attention(spans, group, num_kv_heads=2, num_processors=num_processors)
+        plan = plan_attention(
+            spans, group, num_kv_heads=2, num_processors=num_processors, takes_many=takes_many
+        )
         size = MANY_PAIRS if plan.many else FEW_PAIRS
         merges = {(span, pair): (slot, num) for span, pair, slot, num in plan.merges}
         taken: list[int] = []
@@ -239,3 +244,4 @@ class TestPlan:
         rows = sum(span.length for span in spans)
         key = ProgramKey(rows, plan.many, SLOTS[-1])
         assert len(plan.items) <= key.num_items(group, len(spans))
+        assert len(plan.merges) <= min(MAX_MERGES, key.num_merges(group))

@@ -256,6 +256,24 @@ def test_memory_that_runs_out_ends_one_batch() -> None:
 
 
 @needs_double
+def test_what_a_long_text_takes_is_counted_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "_FIRST_ROWS", 32)
+    monkeypatch.setattr(encoder, "_KEPT_ROWS", 64)
+    monkeypatch.setattr(encoder, "MAX_BATCH_TOKENS", 64)
+    memory = cuda().library.memory_in_use
+    with on_device(tiny("bert")) as model:
+        executor, before = model.executor, memory()
+        first = model.model.embed(texts_of(5))
+        assert memory() - before <= executor.batch_bytes(1)
+        model.model.embed(texts_of(60))
+        kept = memory() - before
+        assert kept == executor.batch_bytes(64) < executor.batch_bytes(65)
+        model.model.embed(texts_of(100))
+        assert memory() == before
+        np.testing.assert_array_equal(model.model.embed(texts_of(5)), first)
+
+
+@needs_double
 def test_an_embedding_needs_no_torch(tmp_path: Path) -> None:
     save_encoder("modernbert", tmp_path, torch.bfloat16)
     texts = texts_of(3, 40)

@@ -70,6 +70,7 @@ def choose(
         sigmoid=experts.shares is ExpertShares.SIGMOID, wide_scores=experts.wide_scores,
         sum_to_1=experts.sum_to_1, rounds_weights=experts.rounds_weights,
         sum_eps=experts.sum_eps, factor=experts.factor,
+        num_groups=experts.num_groups, num_groups_used=experts.num_groups_used,
     )  # fmt: skip
     device.run("experts", "route", (num + 3,), 32, arguments)
     return device.get(chosen), device.get(weights)
@@ -83,6 +84,8 @@ def choose(
         {"sum_to_1": True, "rounds_weights": True},
         {"shares": ExpertShares.SIGMOID, "sum_to_1": True, "sum_eps": 1e-20, "factor": 2.5},
         {"wide_scores": True, "sum_to_1": True},
+        {"num_groups": 5, "num_groups_used": 2},
+        {"shares": ExpertShares.SIGMOID, "wide_scores": True, "num_groups": 40, "num_groups_used": 7},
     ],
 )
 def test_rows_choose_the_experts_that_they_choose_on_the_cpu(
@@ -112,11 +115,14 @@ def test_any_scores_choose_different_experts_that_there_are(device: Device) -> N
     special = np.array([np.nan, -np.nan, np.inf, -np.inf, 0, 1e38], np.float32)
     scores = np.random.default_rng(0).choice(special, (40, EXPERTS.num))
     scores[0], scores[1] = np.nan, -np.inf
-    for experts in (EXPERTS, replace(EXPERTS, shares=ExpertShares.SIGMOID)):
+    in_groups = replace(EXPERTS, num_groups=4, num_groups_used=1)
+    for experts in (EXPERTS, replace(EXPERTS, shares=ExpertShares.SIGMOID), in_groups):
         for correction in (None, scores[2]):
             chosen, _ = choose(device, scores, experts, correction)
             assert chosen.max() < experts.num
             assert (np.diff(chosen.astype(np.int64)) > 0).all()
+            if experts is in_groups:
+                assert (chosen // 10 == chosen[:, :1] // 10).all()
 
 
 def group(
@@ -334,7 +340,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("fields", "why"),
         [
-            ({"num_groups": 4, "num_groups_used": 2}, "does not implement experts.num_groups_used = 2"),
             ({"weighs_inputs": True}, "does not implement experts.weighs_inputs = True"),
             ({"num_used": 33}, "does not implement experts.num_used = 33"),
             ({"num": 1025}, "does not implement experts.num = 1025"),

@@ -18,6 +18,7 @@ from teneral.runtime.backends.cuda.direct.attention import shared_bytes
 from teneral.runtime.backends.cuda.direct.sources import (
     FOLDER,
     HEAD_DIMS,
+    LATENT_DIM,
     NAMES,
     KernelModule,
     attention_module,
@@ -64,6 +65,10 @@ def test_structures_have_the_compilers_sizes(tmp_path: Path) -> None:
         ("rows", "gate", arguments.Gate),
         ("rows", "pool_rows", arguments.PoolRows),
         ("rows", "adapter_low", arguments.Adapt),
+        ("rows", "place_latents", arguments.PlaceLatents),
+        ("latent", "absorb_queries", arguments.AbsorbQueries),
+        ("latent", "latent_8", arguments.HeadProduct),
+        ("latent", "transpose_matrix", arguments.TransposeMatrix),
         ("product_float", "product_float_8", arguments.Product),
         ("experts_float", "experts_float_8", arguments.ExpertProduct),
         ("experts", "route", arguments.RouteExperts),
@@ -83,7 +88,8 @@ def test_structures_have_the_compilers_sizes(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def test_a_block_of_attention_is_given_the_shared_memory_that_it_takes(tmp_path: Path) -> None:
-    sizes = {(dim, pairs): shared_bytes(dim, pairs) for dim in HEAD_DIMS for pairs in (16, 64)}
+    blocks = [*((dim, pairs) for dim in HEAD_DIMS for pairs in (16, 64)), (LATENT_DIM, 16)]
+    sizes = {block: shared_bytes(*block) for block in blocks}
     rooms = "".join(
         f'extern "C" const unsigned room_{dim}_{pairs};'
         f"const unsigned room_{dim}_{pairs} = sizeof(Room<{dim}, {pairs // 16}>);\n"

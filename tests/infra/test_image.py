@@ -82,7 +82,7 @@ def test_the_image_has_no_root_a_probe_and_a_process_1_that_obeys():
     assert "HEALTHCHECK --interval" in DOCKERFILE
     assert stages() == [
         *("system", "wanted", "dependencies", "code", "kernels"),
-        *("serving", "lambda", "runpod", "server"),
+        *("serving", "lambda", "runpod", "listening", "direct", "server"),
     ]
     dependencies_stage = DOCKERFILE.partition(" AS dependencies")[2].partition("\nFROM ")[0]
     # A change of code, or of anything in pyproject.toml but the requirements, must not change this layer.

@@ -3,7 +3,7 @@
 #
 #   docker build -t teneral .                                        CPU, without torch: as `pip install teneral`
 #   docker build -t teneral --build-arg EXTRAS=cuda13 .              CUDA 13 (torch then comes with its CUDA libraries)
-#   docker build -t teneral --build-arg EXTRAS=cuda13-direct .       CUDA 13 without torch, for `--backend direct`
+#   docker build -t teneral --target direct --build-arg EXTRAS=cuda13-direct .    CUDA 13 without torch
 #   docker build -t teneral --build-arg EXTRAS=ray .                 a node of Ray
 #   docker build -t teneral --target lambda .                        for AWS Lambda
 #   docker build -t teneral --target runpod --build-arg EXTRAS=runpod .    a worker of RunPod's queue
@@ -125,6 +125,12 @@ FROM serving AS runpod
 HEALTHCHECK NONE
 ENV TENERAL_PLATFORM=runpod-queue
 
-FROM serving AS server
+FROM serving AS listening
 EXPOSE 8080
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30s CMD ["/opt/teneral/bin/python", "-IS", "/opt/teneral-code/healthcheck.py"]
+
+# Without torch a GPU is not taken by itself: the server would compute on the CPU.
+FROM listening AS direct
+ENV TENERAL_BACKEND=direct
+
+FROM listening AS server

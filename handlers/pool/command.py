@@ -124,9 +124,11 @@ def _ask(url: str, path: str, *, method: str = "GET", timeout_s: float = TIMEOUT
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:  # noqa: S310 - as above
             return json.loads(answer.read(MAX_BYTES))
     except urllib.error.HTTPError as error:
-        needs_key = error.code == 401
-        hint = f"Set {PREFIX}API_KEY to the pool's key." if needs_key else "Give the address of a pool."
-        message = f"{url} answers {error.code} {error.reason}{_message_of(error)}"
+        reason = _message_of(error)
+        hint = "" if reason else "Give the address of a pool."
+        if error.code == 401:
+            hint = f"Set {PREFIX}API_KEY to the pool's key."
+        message = f"{url} answers {error.code} {error.reason}{reason}"
         raise UnavailableError(message, source=url, hint=hint) from error
     except (OSError, ValueError) as error:
         raise _no_pool(url, error) from error
@@ -171,9 +173,6 @@ def render(pool: dict[str, Any]) -> str:
                 reasons.append(f"{version['name']}: {version['reason']}")
         if model.get("trouble"):
             reasons.append(f"{name}: {model['trouble']}")
-        reasons += [
-            f"{name}@{version} is rolled back: {why}" for version, why in model.get("rejected", {}).items()
-        ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -2,7 +2,8 @@
 
 A start is what it adds to the first token of a request that waits for it, in time and CPU time: instances are ready
 before all of their weights are there. Starts are medians of several, taken over from a standby process where the file
-keeps any. Speeds are those of an instance that has the machine to itself.
+keeps any. Speeds are those of an instance that has the machine to itself, without look-ahead: what that brings depends
+on the texts.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ class _Measurement:
     ) -> None:
         self._model = model
         self._release = release
-        self._config = config.replace(kv_snapshot=None, prefix_cache=False)
+        # Look-ahead would decode these prompts of one word several times as fast as others.
+        self._config = config.replace(kv_snapshot=None, prefix_cache=False, look_ahead=0)
         self._standby = standby
         self._environment = environment
         self._session = session

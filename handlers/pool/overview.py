@@ -14,6 +14,7 @@ from aiohttp import web
 
 from ...runtime.metrics import CONTENT_TYPE
 from ..console.routes import PAGES
+from ..http.edge import route_of
 from ..http.errors import SERVER_ERROR, ApiError, retry_after
 from ..http.json_bodies import encode
 from ..http.key_limits import KeyLimits
@@ -33,14 +34,15 @@ _READINESS: Schema = {
     "required": ["state"],
     "properties": {"state": {"enum": ["starting", "ready", "draining"]}},
 }
+CONTROL = Route(
+    "POST", "/v1/pool/{name:.+}/{action:sleep|wake|drain|promote|rollback}", "control", "pool",
+    "Put a model to sleep, wake or drain it; promote or roll back a version, `name@8`",
+    None, ANY,
+)  # fmt: skip
 # In place of a server's routes with the same paths; a pool passes all other requests on to instances.
 ROUTES = (
     Route("GET", "/v1/pool", "pool", "pool", "Models, instances and memory", None, ANY),
-    Route(
-        "POST", "/v1/pool/{name:.+}/{action:sleep|wake|drain|promote|rollback}", "control", "pool",
-        "Put a model to sleep, wake or drain it; promote or roll back a version, `name@8`",
-        None, ANY,
-    ),
+    CONTROL,
     *(
         Route("GET", path, "models", "models", "All models and aliases, with their states", None, ANY)
         for path in ("/v1/models", "/models")
@@ -70,6 +72,22 @@ ROUTES = (
     DOCUMENT,
 )  # fmt: skip
 OPEN_PATHS = frozenset(route.canonical for route in ROUTES if route.is_open)
+
+
+def audit(request: web.Request, status: int, keys: ApiKeys | None) -> None:
+    """One line of the log for a call of `control`: by which key and from where, whether it was allowed or not."""
+    if route_of(request) != CONTROL.canonical:
+        return
+    key = 0 if keys is None else keys.place_of(given_key(request.headers))
+    audit_logger.info(
+        "%s %r: %s, from %s with %s, %s",
+        request.match_info["action"],
+        request.match_info["name"][:200],
+        "done" if status == 200 else f"failed ({status})" if status in (499, 500) else f"refused ({status})",
+        request.remote,
+        f"key {key}" if key else "no key",
+        CALL.get().request_id,
+    )
 
 
 class Overview:
@@ -154,29 +172,8 @@ class Overview:
 
     async def control(self, request: web.Request) -> web.Response:
         """Put a model to sleep, wake it, or have it refuse requests until it is woken; promote a version, or roll one
-        back. Each call is one line of the log, by which key and from where, whether it was allowed or not.
+        back.
         """
-        outcome = "failed"
-        try:
-            response = await self._control(request)
-            outcome = "done"
-        except ApiError as error:
-            outcome = f"refused ({error.status})"
-            raise
-        finally:
-            key = 0 if self._keys is None else self._keys.place_of(given_key(request.headers))
-            audit_logger.info(
-                "%s %r: %s, from %s with %s, %s",
-                request.match_info["action"],
-                request.match_info["name"][:200],
-                outcome,
-                request.remote,
-                f"key {key}" if key else "no key",
-                CALL.get().request_id,
-            )
-        return response
-
-    async def _control(self, request: web.Request) -> web.Response:
         if not self._may_control:
             raise ApiError(
                 403, "models are not controlled here: start the pool with --model-control", code="forbidden"

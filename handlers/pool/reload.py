@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from ...loader.errors import TeneralError
@@ -27,7 +27,7 @@ class Releases(Protocol):
     """The store of the models' versions; `Repository`, or a test's. Both functions block and raise `TeneralError`."""
 
     def releases(
-        self, model: Model, *, without: frozenset[tuple[int | None, str]] = ...
+        self, model: Model, *, without: Mapping[tuple[int | None, str], str] = ...
     ) -> tuple[tuple[Release, ...], str]: ...
 
     def standby_base(self, node: PoolNode) -> Release | None: ...
@@ -69,7 +69,7 @@ class Reloader:
         known_trouble = state.trouble
         try:
             releases, state.trouble = await asyncio.to_thread(
-                self._repository.releases, model, without=frozenset(state.rejections)
+                self._repository.releases, model, without=state.rejections
             )
             pool = self._supervisor.pool
             state.update(model, [(release, self._configure(pool, model, release)) for release in releases])

@@ -11,8 +11,9 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...loader.artifact import find_file, open_artifact, open_model, read_file
@@ -60,10 +61,10 @@ class ReleaseRepository:
         self._opened: dict[tuple[str, str | None], tuple[str, Release | TeneralError]] = {}
 
     def releases(
-        self, model: Model, *, without: frozenset[tuple[int | None, str]] = frozenset()
+        self, model: Model, *, without: Mapping[tuple[int | None, str], str] = MappingProxyType({})
     ) -> tuple[tuple[Release, ...], str]:
-        """Those to serve, oldest first, and why others are not: '' when nothing is wrong. `without` names versions and
-        revisions that are not to be served.
+        """Those to serve, oldest first, and why others are not: '' when nothing is wrong. `without` has the
+        versions and revisions that are not to be served, each with its reason.
 
         Raises the error of a source that cannot be listed, and of a model without any usable release.
         """
@@ -125,7 +126,7 @@ def choose_releases(
     present: set[int],
     open_version: Callable[[int], Release],
     *,
-    without: frozenset[tuple[int | None, str]] = frozenset(),
+    without: Mapping[tuple[int | None, str], str] = MappingProxyType({}),
 ) -> tuple[tuple[Release, ...], str]:
     """The releases to serve of a model with these versions, oldest first, and why others are not: '' when nothing
     is wrong. `open_version` may raise `TeneralError`.
@@ -142,8 +143,8 @@ def choose_releases(
                 continue
             try:
                 release = open_version(number)
-                if (number, release.revision) in without:
-                    rolled_back = RolledBackError("rolled back: too many of its answers were errors")
+                if (reason := without.get((number, release.revision))) is not None:
+                    rolled_back = RolledBackError(reason)
                     raise rolled_back
                 chosen.append(release)
             except TeneralError as error:

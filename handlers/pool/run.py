@@ -48,7 +48,7 @@ from .fitting import crowded_devices
 from .front import Front, as_pool_error
 from .memory import Budget
 from .metrics import PoolMetrics
-from .overview import OPEN_PATHS, Overview
+from .overview import OPEN_PATHS, Overview, audit
 from .process import Machine, StandbyChild, inherited_environment, instance_config, standby_bytes
 from .reload import Reloader
 from .repository import Release, ReleaseRepository, models_in
@@ -345,6 +345,7 @@ class PoolEdge(Edge):
         return self._pages[1:]
 
     def ended(self, request: web.Request, status: int, call: HttpCall) -> None:
+        audit(request, status, self.keys)
         if call.model:
             self._supervisor.metrics.request_ended(call.model, status, call.age_s())
 

@@ -217,7 +217,7 @@ class Supervisor:
 
     def _roll_back(self, deployment: Deployment) -> None:
         state = self.models.get(deployment.model.name)
-        reason = f"{deployment.errors} of {deployment.answers} answers were errors"
+        reason = f"rolled back: {deployment.errors} of {deployment.answers} answers were errors"
         if state is not None and state.reject(deployment, reason):
             self.look_again(state)
 

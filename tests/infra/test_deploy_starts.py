@@ -178,12 +178,14 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @contextmanager
-def started(arguments: list[str], variables: Mapping[str, str]) -> Iterator[tuple[Any, int]]:
+def started(
+    arguments: list[str], variables: Mapping[str, str], image: str = "server"
+) -> Iterator[tuple[Any, int]]:
     """The process that a test waits for, and the one that gets signals."""
     outside = ("AWS_", "GCE_", "TENERAL_ENDPOINT_URL")
     given = {name: value for name, value in os.environ.items() if name.startswith(outside)} | dict(variables)
     if BUILT:
-        process: Any = start(*arguments, port=int(variables["PORT"]), variables=given)
+        process: Any = start(*arguments, port=int(variables["PORT"]), image=image, variables=given)
     else:
         given |= {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "teneral", *arguments]
@@ -268,7 +270,7 @@ def test_the_page_of_lambda_answers_its_invocation_and_its_url(walk):
     }
     with FakeRuntimeApi() as api:
         variables["AWS_LAMBDA_RUNTIME_API"] = api.address
-        with started(function["ImageConfig"]["Command"], variables) as (process, pid):
+        with started(function["ImageConfig"]["Command"], variables, "lambda") as (process, pid):
             invoked = api.invoke(json.loads(payload))
             assert invoked.kind == "response", invoked.body
             assert invoked.json["text"], invoked.body

@@ -28,7 +28,9 @@ ROOT = Path(__file__).parents[2]
 IMAGE = ROOT / "infra" / "image"
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 BUILT = os.environ.get("TENERAL_TEST_IMAGE", "")
-BUILT_RUNPOD = os.environ.get("TENERAL_TEST_IMAGE_RUNPOD", "")
+VARIANTS = {"server": BUILT} | {
+    name: os.environ.get(f"TENERAL_TEST_IMAGE_{name.upper()}", "") for name in ("lambda", "runpod")
+}
 CONFIG = os.environ.get("TENERAL_TEST_IMAGE_CONFIG", "")
 needs_image = pytest.mark.skipif(not BUILT, reason="needs a built image: scripts/conformance-image")
 
@@ -82,7 +84,7 @@ def test_the_image_has_no_root_a_probe_and_a_process_1_that_obeys():
     assert "HEALTHCHECK --interval" in DOCKERFILE
     assert stages() == [
         *("system", "wanted", "dependencies", "code", "kernels"),
-        *("serving", "lambda", "runpod", "server"),
+        *("serving", "lambda", "runpod", "listening", "direct", "server"),
     ]
     dependencies_stage = DOCKERFILE.partition(" AS dependencies")[2].partition("\nFROM ")[0]
     # A change of code, or of anything in pyproject.toml but the requirements, must not change this layer.
@@ -177,7 +179,7 @@ def start(
     *arguments: str, port: int, image: str = "server", variables: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
     """Start the container like a platform: read-only but for /tmp, as user 10001, as process 1."""
-    built = BUILT if image == "server" else BUILT_RUNPOD
+    built = VARIANTS[image]
     config = json.loads(Path(CONFIG, f"{image}.json").read_text())["OCIv1"]["config"]
     given = {"PORT": str(port), "OMP_NUM_THREADS": "1", **(variables or {})}
     settings = [*config["Env"], *(f"{name}={value}" for name, value in given.items())]
@@ -215,10 +217,10 @@ exec chroot --userspec={config["User"]} {built} env -i "$@"
 
 
 def process_1(outer: subprocess.Popen[bytes]) -> int:
-    """The pid, out here, of process 1 in there, once it is the image's entry point."""
+    """The pid, out here, of process 1 in there, once it is the image's entry point: an init, or the program itself."""
     for _ in range(2000):
         children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
-        if children and Path(f"/proc/{children[0]}/comm").read_text().strip() == "tini":
+        if children and Path(f"/proc/{children[0]}/comm").read_text().strip() in ("tini", "teneral"):
             return int(children[0])
         time.sleep(0.005)
     raise AssertionError("the entry point did not start")

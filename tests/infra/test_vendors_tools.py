@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import shutil
+import socket
+import ssl
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
+from tests.support.doc_fragments import DOCS, blocks
+from tests.support.load import patience_s
 from tests.support.pool_files import PLAIN, VERSIONED, render_text
+from tests.support.ports import free_port
+from tests.support.store_certificate import write_certificate
 
 from teneral.infra.render.render import RENDERERS
 
@@ -78,3 +87,69 @@ def test_checkov_finds_nothing_that_its_file_does_not_argue():
         cwd=ROOT,
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+
+
+@pytest.mark.timeout(300)
+def test_caddy_ends_tls_as_the_page_says(tmp_path):
+    """docs/security.md, TLS by a sidecar: its file before a server that hosts' names do not open by themselves."""
+    caddy, name = tool("CADDY"), "models.store.example"
+    server_port, port = free_port(), free_port()
+    certificate = write_certificate(tmp_path / "tls.pem")
+    (page,) = (block.text for block in blocks(DOCS / "security.md") if block.language == "caddy")
+    for old, new in {
+        "models.example.com": f"{name}:{port}",
+        "/run/secrets/tls.crt": str(certificate),
+        "/run/secrets/tls.key": str(certificate),
+        "127.0.0.1:8080": f"127.0.0.1:{server_port}",
+    }.items():
+        assert old in page
+        page = page.replace(old, new)
+    (tmp_path / "Caddyfile").write_text(page)
+    serve = [
+        sys.executable,
+        "-m",
+        "teneral",
+        "serve",
+        str(ROOT / "demo" / "model"),
+        "--port",
+        str(server_port),
+    ]
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("TENERAL_")}
+    context = ssl.create_default_context(cafile=str(certificate))
+
+    def ask(port: int, name: str, context: ssl.SSLContext | None) -> tuple[int, bytes]:
+        """Status and body, once the port is open."""
+        until_s = time.monotonic() + patience_s(60)
+        while True:
+            try:
+                sock = socket.create_connection(("127.0.0.1", port), timeout=patience_s(60))
+                break
+            except ConnectionRefusedError:
+                assert time.monotonic() < until_s
+                assert server.poll() is None
+                time.sleep(0.05)
+        client = http.client.HTTPConnection(name)
+        client.sock = sock if context is None else context.wrap_socket(sock, server_hostname=name)
+        body = {"prompt": "def add", "max_tokens": 4, "stream": True}
+        client.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        answer = client.getresponse()
+        try:
+            return answer.status, answer.read()
+        finally:
+            client.close()
+
+    with (
+        subprocess.Popen([*serve, "--allowed-hosts", name], env=clean) as server,
+        subprocess.Popen(
+            [caddy, "run", "--config", tmp_path / "Caddyfile"], env={**clean, "HOME": str(tmp_path)}
+        ) as proxy,
+    ):
+        try:
+            status, body = ask(server_port, "another.example", None)
+            assert status == 403, body
+            status, body = ask(port, name, context)
+            assert status == 200, body
+            assert body.endswith(b"data: [DONE]\n\n")
+        finally:
+            proxy.kill()  # its own end waits for connections
+            server.terminate()

@@ -11,6 +11,7 @@ import json
 import selectors
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from teneral.handlers.pool.attempts import LostError, Verdict, ask_instances
@@ -97,7 +98,7 @@ class VirtualStore:
         return self._now_s() < self.away_until_s
 
     def releases(
-        self, model: Model, *, without: frozenset[tuple[int | None, str]] = frozenset()
+        self, model: Model, *, without: Mapping[tuple[int | None, str], str] = MappingProxyType({})
     ) -> tuple[tuple[Release, ...], str]:
         if self.is_away:
             raise UnavailableError("the store does not answer")

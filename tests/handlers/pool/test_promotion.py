@@ -45,6 +45,7 @@ def test_a_version_is_rolled_back_and_promoted_by_hand(
     assert "rollback 'm': done, from 127.0.0.1 with key 2, req_" in pool.log
     assert "promote 'm@7': refused (404), from 127.0.0.1 with key 2" in pool.log
     assert "promote 'm': refused (400), from 127.0.0.1 with key 1" in pool.log
+    assert "promote 'm': refused (401), from 127.0.0.1 with no key" in pool.log
     assert "first-key" not in pool.log + output
     assert "second-key" not in pool.log + output
 

@@ -17,6 +17,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jsonschema_rs
 import pytest
@@ -27,7 +28,7 @@ from teneral import cli
 from teneral.handlers.api_document.document import document as api_document
 from teneral.handlers.console.files import PATHS as CONSOLE_PATHS
 from teneral.handlers.console.routes import PAGES
-from teneral.handlers.pool.measure import REPEATS
+from teneral.handlers.pool import measure
 from teneral.handlers.pool.memory import tree_pss_bytes
 from teneral.handlers.pool.overview import OPEN_PATHS, ROUTES
 
@@ -440,15 +441,18 @@ def test_instances_end_with_a_supervisor_that_is_killed(models: Path, tmp_path: 
 
 
 def test_measured_figures_are_what_a_plan_reads(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    start = Mock(wraps=measure.start_server)
+    monkeypatch.setattr(measure, "start_server", start)
     model = f'[models.m]\nsource = "{models}/repository/1"\nmax_concurrency = 8\n'
     (tmp_path / "pool.toml").write_text(pool_file(model, node="[node]\nstandby = 1\n"))
     assert cli.run(["pool", "measure", str(tmp_path / "pool.toml"), "--starts", "1"]) == 0
     figures = json.loads((tmp_path / "pool.measured.json").read_text())["models"]["m"]
+    assert {(config.prefix_cache, config.look_ahead) for (config,), _ in start.call_args_list} == {(False, 0)}
     assert figures["start_s"] > 0
     assert figures["cold_start_s"] > 0
-    assert len(figures["prompt_ratios"]) == REPEATS
+    assert len(figures["prompt_ratios"]) == measure.REPEATS
     assert set(figures["decode_tokens_s"]) == {"1", "2", "4", "8"}
     command = ["pool", "plan", str(tmp_path / "pool.toml"), "--synthetic", "poisson:rate=1,duration=60"]
     capsys.readouterr()

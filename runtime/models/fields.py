@@ -49,9 +49,18 @@ _OF_WHOLE_MODEL = (*QUANTIZATION_KEYS, "dtype", "torch_dtype")
 
 
 class Fields:
-    """A JSON object read key by key. `where` is put before a key in messages, as in "rope_scaling."."""
+    """A JSON object read key by key. `where` is put before a key in messages, as in "rope_scaling."; `older` has the
+    older names of keys, which messages state where the file does.
+    """
 
-    def __init__(self, data: Any, *, file: str = "config.json", where: str = "") -> None:
+    def __init__(
+        self,
+        data: Any,
+        *,
+        file: str = "config.json",
+        where: str = "",
+        older: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         if not isinstance(data, Mapping):
             raise ModelError(
                 f"{file}: {where.rstrip('.') or 'the file'} must be an object, but is {_short(data)}"
@@ -59,22 +68,25 @@ class Fields:
         self._data = data
         self._file = file
         self._where = where
+        self._older = older
 
     def __contains__(self, key: object) -> bool:
         return self._data.get(key) is not None
 
     def renamed(self, names: Mapping[str, str]) -> Fields:
         """The same fields, those of older names (the keys) under their newer ones, in place of what these had."""
-        return self.replaced({new: self._data[old] for old, new in names.items() if old in self})
+        found = self.replaced({new: self._data[old] for old, new in names.items() if old in self})
+        found._older = {**self._older, **{new: old for old, new in names.items()}}
+        return found
 
     def replaced(self, values: Mapping[str, Any]) -> Fields:
         """The same fields with these values in place of those that they had."""
-        return Fields({**self._data, **values}, file=self._file, where=self._where)
+        return Fields({**self._data, **values}, file=self._file, where=self._where, older=self._older)
 
     def filled(self, defaults: Mapping[str, Any]) -> Fields:
         """The same fields, with these in place of absent ones."""
         given = {key: value for key, value in self._data.items() if value is not None}
-        return Fields({**defaults, **given}, file=self._file, where=self._where)
+        return Fields({**defaults, **given}, file=self._file, where=self._where, older=self._older)
 
     def states(self, key: str) -> bool:
         """True if the key is there at all: for the few where `null` says something else than nothing does."""
@@ -177,12 +189,14 @@ class Fields:
 
     def wrong(self, key: str, complaint: str, *, hint: str = "") -> ModelError:
         """The error for a key whose value cannot be used."""
-        value = _short(self._data.get(key))
-        return ModelError(f"{self._file}: {self._where}{key} is {value}, {complaint}", hint=hint)
+        value, older = _short(self._data.get(key)), self._older.get(key)
+        name = older if older is not None and older in self else key
+        return ModelError(f"{self._file}: {self._where}{name} is {value}, {complaint}", hint=hint)
 
     def _required(self, key: str, default: T | None) -> T:
         if default is None:
-            raise ModelError(f"{self._file} has no {self._where}{key}")
+            either = f"{self._older[key]} or {key}" if key in self._older else key
+            raise ModelError(f"{self._file} has no {self._where}{either}")
         return default
 
 

@@ -91,7 +91,7 @@ class Parameters:
         is_row = len(self._weights.tensor(self._prefix + name).shape) == 2
         tensor = self._take(name, (1, length) if is_row else (length,))
         check_computable(self._prefix + name, tensor)
-        return tensor
+        return tensor.part(0) if is_row else tensor
 
     def __contains__(self, name: str) -> bool:
         return self._prefix + name in self._weights

@@ -58,10 +58,14 @@ def stacked_gate(
 
 
 def _are_rows(parameters: Parameters, both: tuple[str, str], mixture: Experts, hidden_size: int) -> bool:
-    """True if both tensors have the outputs first. Of squares either tensor tells it."""
+    """True if more of the two tensors have the outputs first than the inputs. Of squares the other one tells it, and
+    where one is wrong, the error is to name that one.
+    """
     found = [parameters.peek(name).shape if name in parameters else () for name in both]
     num, size = mixture.num, mixture.size
-    return found == [(num, 2 * size, hidden_size), (num, hidden_size, size)]
+    rows = ((num, 2 * size, hidden_size), (num, hidden_size, size))
+    columns = ((num, hidden_size, 2 * size), (num, size, hidden_size))
+    return sum(map(tuple.__eq__, found, rows)) > sum(map(tuple.__eq__, found, columns))
 
 
 def _take_columns(parameters: Parameters, name: str, shape: tuple[int, int, int]) -> list[Projection]:

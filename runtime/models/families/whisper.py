@@ -35,7 +35,8 @@ def read(config: Fields, family: str) -> DecoderConfig:
     """Raises `ModelError` naming the key that is missing, wrong or not supported."""
     speech = SpeechConfig.from_fields(config)
     # Files have fields of these names for the encoder, too.
-    decoder = config.replaced(dict.fromkeys(("num_key_value_heads", "head_dim"))).renamed(_DECODER)
+    of_encoder = dict.fromkeys(("num_key_value_heads", "head_dim", *_DECODER.values()))
+    decoder = config.replaced(of_encoder).renamed(_DECODER)
     common = read_common(
         decoder,
         family,

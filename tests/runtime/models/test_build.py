@@ -14,6 +14,7 @@ from tests.support.tiny_models import (
     ENCODERS,
     FAMILIES,
     config_json,
+    tensors_in_rows,
     tensors_of,
     tiny_model,
     with_tensors,
@@ -59,6 +60,36 @@ def test_every_single_misshapen_tensor_is_named(family):
         with pytest.raises(ModelError, match=r"config\.json asks for") as caught:
             build_model(config_json(model), DictWeights({**tensors, name: tensor[1:].clone()}))
         assert name in caught.value.message
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+def test_norms_that_are_stored_as_one_row_have_the_bits_of_vectors(family):
+    model = tiny_model(family)
+    tensors = tensors_of(model)
+    rows = {
+        name: tensor[None] if tensor.ndim == 1 and ("norm" in name or "ln_" in name) else tensor
+        for name, tensor in tensors.items()
+    }
+
+    expected, found = (
+        Stepper(build_model(config_json(model), DictWeights(each))).step({"a": prompt_of(9)})["a"]
+        for each in (tensors, rows)
+    )
+
+    assert sum(tensor.ndim == 2 for tensor in rows.values()) > sum(t.ndim == 2 for t in tensors.values())
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("which", ["gate_up_proj", "down_proj"])
+def test_of_stacked_experts_the_misshapen_tensor_is_named(which: str) -> None:
+    model = tiny_model("qwen3_5_moe_text")
+    tensors = tensors_in_rows(model)
+    name = f"model.layers.1.mlp.experts.{which}"
+    num, *sides = tensors[name].shape
+
+    with pytest.raises(ModelError, match=r"config\.json asks for") as caught:
+        build_model(config_json(model), DictWeights({**tensors, name: torch.zeros(num + 1, *sides)}))
+    assert f"tensor {name} has shape" in caught.value.message
 
 
 def test_more_layers_in_the_config_than_in_the_weights_is_an_error():

@@ -196,7 +196,9 @@ def test_other_backends_refuse_sound() -> None:
         ({"num_mel_bins": 17}, "conv1.weight has shape"),
         ({"activation_function": "swoosh"}, "activation_function is 'swoosh'"),
         ({"encoder_layers": None}, "config.json has no encoder_layers"),
-        ({"decoder_ffn_dim": True}, "intermediate_size is True, but must"),
+        ({"decoder_ffn_dim": True}, "decoder_ffn_dim is True, but must"),
+        # Next to it is num_hidden_layers, which counts the encoder's.
+        ({"decoder_layers": None}, "config.json has no decoder_layers or num_hidden_layers"),
         (
             {"architectures": ["WhisperForAudioClassification"]},
             "architecture 'WhisperForAudioClassification'",

@@ -244,7 +244,7 @@ def check_encoder_share(model: Any, weight_bytes: int, device_percent: int | Non
     the device's memory. Batches that torch computes are not counted.
     """
     executor = getattr(model, "executor", None)
-    if device_percent is None or not getattr(executor, "is_direct", False):
+    if device_percent is None or executor is None or not getattr(executor, "is_direct", False):
         return
     _, total_bytes = executor.device.driver.memory()
     batch_bytes = executor.batch_bytes(model.config.max_tokens)

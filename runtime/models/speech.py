@@ -76,7 +76,7 @@ class SpeechTower(Struct, frozen=True, eq=False):
         """Memory that encoding a window takes, all of which are of one size."""
         states = 8 * self.config.hidden_size + 2 * TAPS * max(self.config.hidden_size, self.config.num_bands)
         num_rows = self.config.num_places
-        return 4 * num_rows * states + self._executor.working_bytes(num_rows)
+        return 4 * num_rows * states + self.executor.working_bytes(num_rows)
 
     def encode(
         self,

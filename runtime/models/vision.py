@@ -135,7 +135,7 @@ class VisionTower(Struct, frozen=True, eq=False):
         places = 16 * config.hidden_size // config.num_heads + 256
         band = max(_BAND_PIXELS, (width or MAX_TILE_PIXELS) * config.patch_size)
         wide = _WIDE_BYTES * max(3 * band, BAND_ROWS * config.hidden_size)
-        return num_rows * ((patch + states) * item + places) + wide + self._executor.working_bytes(num_rows)
+        return num_rows * ((patch + states) * item + places) + wide + self.executor.working_bytes(num_rows)
 
     def encode(
         self, tiles: Tiles, levels: Levels, is_over: Callable[[], bool] = lambda: False

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from teneral.runtime.backends.native.reference import of_codes, rounded, to_codes
+from teneral.runtime.backends.native.reference import turn as turn_on_host
 from tests.support.decoding import Stepper as HostStepper
 from tests.support.direct_engine import LATENTS, TEXT, DirectModel, DirectRig, Stepper, prompts_of
 from tests.support.direct_kernels import Device, needs_kernels
@@ -37,8 +39,6 @@ from teneral.runtime.backends.cuda.direct.memory import Array
 from teneral.runtime.backends.cuda.direct.products import MAX_FEW_ROWS, MatrixLayout, kernel_for
 from teneral.runtime.backends.cuda.direct.refusals import refusal
 from teneral.runtime.backends.cuda.direct.tables import AttentionPlan, plan_attention
-from teneral.runtime.backends.native.reference import of_codes, rounded, to_codes
-from teneral.runtime.backends.native.reference import turn as turn_on_host
 from teneral.runtime.kv.storage import KVKind
 from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder

@@ -60,7 +60,7 @@ static tn_projection projection(int num_parts, int64_t num_in, int64_t num_out, 
         parts[n] = (tn_part){{.data = numbers(share * num_in, dtype), .num_out = share, .num_in = num_in, .dtype = dtype},
                              columns};
     }
-    return (tn_projection){parts, num_parts, num_in, num_out};
+    return (tn_projection){parts, num_parts, num_in, num_out, NULL};
 }
 
 enum { LAYERS = 2, BLOCK_SIZE = 4, PARTS = 3 };

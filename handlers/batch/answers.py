@@ -361,7 +361,7 @@ class LineRetrier:
 
     def __init__(self, host: Instance, probe: Callable[[], Awaitable[object]]) -> None:
         self._host = host
-        self.probe = probe
+        self._probe = probe
         self._suspects = asyncio.Lock()
         self._num_asking = 0
 
@@ -438,7 +438,7 @@ class LineRetrier:
     async def _check_model(self, error: TeneralError) -> None:
         """Raise `ModelBrokenError` if the model does not answer the simple request either."""
         try:
-            await self._once(self.probe)
+            await self._once(self._probe)
         except DrainingError:
             raise
         except (LineError, TeneralError) as failure:

@@ -38,6 +38,7 @@ INSPECTION = ROOT / "tests" / "support" / "inspection.py"
 OTHERS_NAMES = {
     "_replace", "_fields_", "_obj", "_exit", "_buffers", "_non_persistent_buffers_set", "_forward_pre_hooks",
     "_state_dict_pre_hooks", "_bound_deployment", "_request_id", "_get_default_session", "_patch_lang_tensor",
+    "_need_fallback", "_retrieve_avg_logprobs", "_extract_token_timestamps",
 }  # fmt: skip
 
 

@@ -79,7 +79,7 @@ class Answers:
         self._headers: dict[str, str] = {}
         if host.config.api_key is not None:
             self._headers["Authorization"] = f"Bearer {parse_keys(host.config.api_key)[0]}"
-        self._retrier = LineRetrier(host, self._probe)
+        self._retrier = LineRetrier(host, self.probe)
 
     async def one(self, line: Line) -> Record:
         """The record of any line. Raises the instance's own errors, `DrainingError` among them."""
@@ -94,7 +94,7 @@ class Answers:
                 return await self._plain(line, lambda: self._embed(line, text))
             case Transcribe() as sound:
                 async with self._files_held:
-                    return await self._transcribe(line, sound)
+                    return await self.transcribe(line, sound)
 
     async def embed(self, lines: Sequence[Line]) -> list[Record]:
         """The records of lines to embed: in one call, or after an error, one by one."""
@@ -129,7 +129,7 @@ class Answers:
         body = msgspec.json.encode(self._with_defaults(line, call))
         return await self._post(line, call.url, lambda: body, {"Content-Type": "application/json"})
 
-    async def _transcribe(self, line: Line, request: Transcribe) -> Record:
+    async def transcribe(self, line: Line, request: Transcribe) -> Record:
         files = self._files
         if files is None:
             return self._failed(line, LineProblem("invalid_request", "files are answered in jobs alone"))
@@ -188,7 +188,7 @@ class Answers:
             body["teneral"] = {**given, "priority": priority}
         return body
 
-    async def _probe(self) -> None:
+    async def probe(self) -> None:
         """A request that the model can always answer."""
         model = Context(self._host, request_id="batch-probe").model
         engine = self._host.engine

@@ -87,7 +87,7 @@ def test_another_file_in_the_folder_is_another_job(job: Run, tmp_path: Path, cal
 def test_an_interrupted_job_of_sound_goes_on(
     job: Run, tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_begun, num_done, answer = 0, 0, Answers._transcribe
+    num_begun, num_done, answer = 0, 0, Answers.transcribe
 
     async def counted(self: Answers, *given: Any) -> Any:
         nonlocal num_begun, num_done
@@ -100,7 +100,7 @@ def test_an_interrupted_job_of_sound_goes_on(
         num_done += 1
         return record
 
-    monkeypatch.setattr(Answers, "_transcribe", counted)
+    monkeypatch.setattr(Answers, "transcribe", counted)
     with pytest.raises(UnavailableError):
         job(calls, tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
@@ -151,7 +151,7 @@ def test_models_of_text_refuse_a_file_of_sound(run: Run, tmp_path: Path, calls: 
 
 async def test_a_model_of_speech_is_probed_by_silence(scribe: Instance) -> None:
     async with answering(scribe, _index_of(scribe), window=1) as answers:
-        await answers._probe()
+        await answers.probe()
 
 
 def test_a_file_larger_than_a_body_may_be_is_an_error(
@@ -169,13 +169,13 @@ def test_a_file_larger_than_a_body_may_be_is_an_error(
 def test_a_file_replaced_during_its_job_ends_the_job(
     job: Run, tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = Answers._transcribe
+    answer = Answers.transcribe
 
     async def replaced(self: Answers, *given: Any) -> Any:
         (calls / "a.wav").write_bytes(wav_of(noise(0.4)))
         return await answer(self, *given)
 
-    monkeypatch.setattr(Answers, "_transcribe", replaced)
+    monkeypatch.setattr(Answers, "transcribe", replaced)
     with pytest.raises(ChangedError, match=r"a\.wav has the version"):
         job(calls / "a.wav", tmp_path / "out.jsonl")
 

@@ -243,9 +243,9 @@ def check_encoder_share(model: Any, weight_bytes: int, device_percent: int | Non
     """Raise `InsufficientMemoryError` where weights and the largest batch of texts are more than `device_percent` of
     the device's memory. Batches that torch computes are not counted.
     """
-    executor = getattr(model, "executor", None)
-    if device_percent is None or executor is None or not getattr(executor, "is_direct", False):
+    if device_percent is None or not getattr(getattr(model, "executor", None), "is_direct", False):
         return
+    executor = model.executor
     _, total_bytes = executor.device.driver.memory()
     batch_bytes = executor.batch_bytes(model.config.max_tokens)
     _share_of(model, total_bytes, device_percent, weight_bytes, batch_bytes, 0)

@@ -267,8 +267,10 @@ def test_what_a_long_text_takes_is_counted_and_given_back(monkeypatch: pytest.Mo
         assert memory() - before <= executor.batch_bytes(1)
         model.model.embed(texts_of(60))
         kept = memory() - before
-        assert kept == executor.batch_bytes(64) < executor.batch_bytes(65)
-        model.model.embed(texts_of(100))
+        counted = executor.batch_bytes(64)
+        assert counted <= kept < 1.1 * counted  # and on the host, where tables are written
+        assert executor.batch_bytes(65) > counted
+        model.model.embed(texts_of(90))
         assert memory() == before
         np.testing.assert_array_equal(model.model.embed(texts_of(5)), first)
 

@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
-from teneral.runtime.backends.native.reference import of_codes, rounded, to_codes
-from teneral.runtime.backends.native.reference import turn as turn_on_host
 from tests.support.decoding import Stepper as HostStepper
 from tests.support.direct_engine import LATENTS, TEXT, DirectModel, DirectRig, Stepper, prompts_of
 from tests.support.direct_kernels import Device, needs_kernels
@@ -21,6 +19,8 @@ from tests.support.direct_program import tensors_of
 from tests.support.gptq_awq_checkpoints import foreign_checkpoint
 from tests.support.models import arrays_of
 from tests.support.quantized import FP8_ROWS
+from tests.support.reference.operations import of_codes, rounded, to_codes
+from tests.support.reference.operations import turn as turn_on_host
 from tests.support.tiny_models import save_tiny, tiny_model
 
 from teneral import cli

@@ -117,6 +117,8 @@ def open_places(spec: JobSpec, config: ServeConfig) -> Places:
 
 def _open_input(spec: JobSpec, config: ServeConfig, options: SourceOptions) -> Input:
     if spec.input.endswith("/") or os.path.isdir(spec.input):
+        if not scheme_of(spec.input) and not os.path.isdir(os.path.expanduser(spec.input)):
+            raise UsageError(f"there is no folder {spec.input}", key="input")
         folder, name = spec.input.rstrip("/") or "/", ""
     else:
         folder, name = _folder_and_name(spec.input, "input")

@@ -367,7 +367,6 @@ def test_a_damaged_part_is_named(run: Run, given: Path, tmp_path: Path, damage: 
     [
         ({"input": "in/"}, "input"),
         ({"input": "s3://bucket"}, "input"),
-        ({"input": "s3://bucket/folder/"}, "input"),
         ({"input": "x/" + "a" * 1100}, "input"),
         ({"input": "s3://b/in.jsonl", "output": "s3://b/in.jsonl"}, "output"),
         ({"max_lines": 0}, "max_lines"),

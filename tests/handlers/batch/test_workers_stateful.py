@@ -175,7 +175,9 @@ def _simulated_answers() -> Any:
     """Answers come from the host of the test, and its model's digest is known at once."""
 
     @asynccontextmanager
-    async def answering(host: Any, index: object, *, window: int) -> AsyncIterator[Cluster]:
+    async def answering(
+        host: Any, index: object, *, window: int, files: object = None
+    ) -> AsyncIterator[Cluster]:
         yield host.answers
 
     def known(function: Callable[[], Any]) -> Future[Any]:

@@ -18,7 +18,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -192,7 +192,7 @@ class Answers:
         """A request that the model can always answer."""
         model = Context(self._host, request_id="batch-probe").model
         engine = self._host.engine
-        if self._takes_sound():
+        if await self._takes_sound():
             data = _form(SILENCE, [("teneral[priority]", str(Priority.BATCH))])
             async with self._session.post(TRANSCRIPTIONS, data=data, headers=self._headers) as response:
                 if response.status != 200:
@@ -203,10 +203,11 @@ class Answers:
         else:
             await model.agenerate("a", max_tokens=1, priority="batch")
 
-    def _takes_sound(self) -> bool:
-        tokenizer = self._host.tokenizer
-        is_there = tokenizer.done() and tokenizer.exception() is None
-        return is_there and tokenizer.result().speech is not None
+    async def _takes_sound(self) -> bool:
+        with suppress(TeneralError):
+            tokenizer = await asyncio.shield(asyncio.wrap_future(self._host.tokenizer))
+            return tokenizer.speech is not None
+        return False
 
     def _context(self, line: Line) -> Context:
         return Context(self._host, request_id=f"batch-{self._index.record_id(line.number)}")

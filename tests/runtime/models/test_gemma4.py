@@ -367,7 +367,7 @@ def test_frequencies_are_those_of_transformers() -> None:
 @pytest.mark.parametrize("backend", [TorchBackend(), ReferenceBackend()], ids=lambda backend: backend.name)
 def test_other_backends_refuse_them_by_name(backend: Any, variant: str) -> None:
     oracle = oracle_of(variant)
-    with pytest.raises(ModelError, match="layer_shapes"):
+    with pytest.raises(ModelError, match=r"layer_(shapes|scalars)"):
         build_model(config_json(oracle), DictWeights(tensors_of(oracle)), backends=[backend])
 
 

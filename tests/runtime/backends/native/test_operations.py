@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.native import each_isa, loaded, threads
 from tests.support.native_decoder import pool_of_shape
+from tests.support.reference import operations as reference
 
-from teneral.runtime.backends.native import arrays, records, reference
+from teneral.runtime.backends.native import arrays, records
 from teneral.runtime.backends.native.operations import ACTIVATIONS, NORMS, Operations
 from teneral.runtime.backends.native.pools import Pool, Spans
 from teneral.runtime.backends.native.weights import vector_of

@@ -27,7 +27,9 @@ import statistics
 import tempfile
 import threading
 import time
-from contextlib import ExitStack
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,16 +115,7 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="teneral-plan-bench-") as name, ExitStack() as stack:
         folder = Path(name)
-        if options.prompts:
-            root = options.work / f"{options.like}-{options.layers}"
-            prepare(options.like, root, num_layers=options.layers)
-            source = str(root / "models" / "plain")
-        else:
-            source = str(_packed_demo(folder / "store" / "models"))
-        if rate_mb_s:
-            store = stack.enter_context(StoreProcess(folder / "store", rate_mb_s=rate_mb_s))
-            os.environ.update(store.environment())
-            source = "s3://models/demo"
+        source = stack.enter_context(_source(options, folder, rate_mb_s))
         files = {
             pool: _file(source, case.common, settings, options.standby)
             for pool, settings in case.pools.items()
@@ -154,6 +147,23 @@ def main() -> None:
     report["results"] = runs
     report["search"] = _search_speed()
     finish(report, render(report), save=options.save)
+
+
+@contextmanager
+def _source(options: Namespace, folder: Path, rate_mb_s: float) -> Iterator[str]:
+    """The model's address. While it is open, the store is there, where there is a rate."""
+    if options.prompts:
+        root = options.work / f"{options.like}-{options.layers}"
+        prepare(options.like, root, num_layers=options.layers)
+        yield str(root / "models" / "plain")
+        return
+    packed = _packed_demo(folder / "store" / "models")
+    if not rate_mb_s:
+        yield str(packed)
+        return
+    with StoreProcess(folder / "store", rate_mb_s=rate_mb_s) as store:
+        os.environ.update(store.environment())
+        yield "s3://models/demo"
 
 
 def _file(source: str, common: str, settings: str, standby: int) -> str:

@@ -113,7 +113,7 @@ def parse_bytes(value: Any) -> int:
 
 
 def json_object(value: Any) -> str:
-    """Of an object or its JSON; the same text for the same fields."""
+    """The JSON of an object, or of its JSON; the same text for the same fields."""
     import json  # few configurations have such a setting
 
     try:

@@ -298,7 +298,7 @@ def transcribed(line: Line, record_id: str, status: int, body: bytes) -> Record:
     return Record(_line({"custom_id": line.custom_id, **fields}), is_failed=False)
 
 
-def _form(sound: bytes, fields: Sequence[tuple[str, str]]) -> aiohttp.FormData:
+def _form(sound: bytes | bytearray, fields: Sequence[tuple[str, str]]) -> aiohttp.FormData:
     form = aiohttp.FormData()
     form.add_field("file", sound, filename="sound", content_type="application/octet-stream")
     for name, value in fields:

@@ -54,7 +54,7 @@ class Files:
     address: str  # of the input
     are_input: bool  # not only named by it
 
-    def read(self, name: str, version: str, *, max_bytes: int) -> bytes:
+    def read(self, name: str, version: str, *, max_bytes: int) -> bytearray:
         """A whole file; of this version, unless that is ''. Blocks.
 
         Raises `ChangedError` for another version, `RequestError` for a larger file, and the store's errors.
@@ -74,7 +74,7 @@ class Files:
             )
         buffer = bytearray(info.size_bytes)
         self.source.read_into(name, 0, memoryview(buffer), version=info.version)
-        return bytes(buffer)
+        return buffer
 
 
 class SoundLines:
@@ -85,8 +85,8 @@ class SoundLines:
     def __init__(
         self, source: Source, name: str, *, address: str, fields: Mapping[str, Any], max_lines: int
     ) -> None:
-        """Of the file `name` of the source, or '': of all its files of sound. Requests have these `fields`. With more
-        than `max_lines` files, there is one line more than that.
+        """The lines of the file `name` of the source, or with '' of all its files of sound, whose requests have these
+        `fields`. With more than `max_lines` files, there is one line more than that.
         """
         self.url = source.url
         self._source = source

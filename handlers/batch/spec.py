@@ -70,9 +70,8 @@ class JobSpec:
     the same for all of its workers. The other fields are each worker's own.
     """
 
-    input: (
-        str  # a JSONL file or object, one of sound, or a folder of it: a path, s3://bucket/key or http(s)://…
-    )
+    # A JSONL file or object, one of sound, or a folder of it: a path, s3://bucket/key or http(s)://…
+    input: str
     output: str  # a folder or prefix, or a name that ends in .jsonl
     input_version: str | None = None  # the input's expected ETag, if known; a different one is an error
     # How to reach both; None: as the model is reached.

@@ -20,26 +20,22 @@ from ..http.json_bodies import encode
 from ..http.service import CALL, Service
 from ..http.sse import EventStream, Framing, complete
 from .responses import Transcription
+from .routes import THRESHOLDS, TRANSCRIPT_FORMATS, TRANSCRIPTION, TRANSLATION
 from .scribe import MAX_SEED, Scribe, ScribeOptions, Transcript, WindowAnswer
 
 if TYPE_CHECKING:
     from ...runtime.speech.features import Spectrogram
     from ...runtime.speech.settings import SpeechSettings
 
-FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 STREAMED_FORMATS = ("json", "text")
 MAX_PROMPT_CHARS = 8_192
 _TRANSCRIBE, _TRANSLATE = "transcribe", "translate"
-# Of fields with the names of `Thresholds`, and this behind them: from, to.
-_THRESHOLD = "_threshold"
-_THRESHOLDS = {"logprob": (-100, 0), "compression_ratio": (0, 1_000), "no_speech": (0, 1)}
 _PRIORITY = "teneral[priority]"  # as OpenAI's libraries write an object's field
-_FIELDS = (
-    "file", "model", "prompt", "response_format", "temperature", "seed", "condition_on_prev_tokens", "stream",
-    *(name + _THRESHOLD for name in _THRESHOLDS), _PRIORITY,
-)  # fmt: skip
 _GRANULARITIES = ("timestamp_granularities[]", "timestamp_granularities")
-_OF_TRANSCRIPTIONS = ("language", *_GRANULARITIES)
+_FIELDS = {
+    _TRANSCRIBE: {*TRANSCRIPTION["properties"], *_GRANULARITIES},
+    _TRANSLATE: {*TRANSLATION["properties"]},
+}
 _MEDIA = {"text": "text/plain", "srt": "text/plain", "vtt": "text/vtt"}
 _FRAMING = Framing("text/event-stream", b"data: ", b"\n\n", True, b"")
 
@@ -57,7 +53,7 @@ class AudioRequest(Struct, frozen=True):
     @classmethod
     def of(cls, fields: Sequence[FormField], task: str) -> AudioRequest:
         """Raises `RequestError`, naming the field."""
-        known = (*_FIELDS, *(_OF_TRANSCRIPTIONS if task == _TRANSCRIBE else ()))
+        known = _FIELDS[task]
         given: dict[str, FormField] = {}
         granularities: set[str] = set()
         for each in fields:
@@ -73,7 +69,7 @@ class AudioRequest(Struct, frozen=True):
         if "file" not in given or not len(given["file"].content):
             raise RequestError("file is missing, or empty", param="file")
         texts = {name: each.text for name, each in given.items() if name != "file"}
-        response_format = _choice(texts, "response_format", FORMATS)
+        response_format = _choice(texts, "response_format", TRANSCRIPT_FORMATS)
         stream = _flag(texts, "stream")
         if stream and response_format not in STREAMED_FORMATS:
             raise RequestError(
@@ -112,8 +108,8 @@ def _options(texts: Mapping[str, str], task: str, response_format: str, *, has_w
 def _thresholds(texts: Mapping[str, str]) -> Thresholds:
     """The defaults, but for those that are given: `none` is None."""
     given: dict[str, float | None] = {}
-    for name, (low, high) in _THRESHOLDS.items():
-        key = name + _THRESHOLD
+    for name, (low, high) in THRESHOLDS.items():
+        key = f"{name}_threshold"
         is_none = texts.get(key) == "none"
         given[name] = None if is_none else _number(texts, key, low, high, getattr(Thresholds(), name))
     return Thresholds(**given)

@@ -32,7 +32,10 @@ _INFILLED: Schema = {
     "required": ["content", "stop"],
     "properties": {"content": {"type": "string"}, "stop": {"type": "boolean"}},
 }
-_TRANSLATION: Schema = {
+# Of the transcripts' routes: limits of the fields that end in _threshold, by the names that `Thresholds` has.
+THRESHOLDS = {"logprob": (-100, 0), "compression_ratio": (0, 1_000), "no_speech": (0, 1)}
+TRANSCRIPT_FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
+TRANSLATION: Schema = {
     "type": "object",
     "required": ["file"],
     "properties": {
@@ -43,7 +46,7 @@ _TRANSLATION: Schema = {
         },
         "model": {"type": "string"},
         "prompt": {"type": "string"},
-        "response_format": {"enum": ["json", "text", "srt", "verbose_json", "vtt"]},
+        "response_format": {"enum": list(TRANSCRIPT_FORMATS)},
         "temperature": {"type": "number", "minimum": 0, "maximum": 1},
         "seed": {"type": "integer", "minimum": 0},
         "stream": {"type": "boolean"},
@@ -52,15 +55,15 @@ _TRANSLATION: Schema = {
             f"{name}_threshold": {
                 "anyOf": [{"type": "number", "minimum": low, "maximum": high}, {"const": "none"}]
             }
-            for name, low, high in (("logprob", -100, 0), ("compression_ratio", 0, 1000), ("no_speech", 0, 1))
+            for name, (low, high) in THRESHOLDS.items()
         },
         "teneral[priority]": {"enum": ["interactive", "batch"]},
     },
 }
-_TRANSCRIPTION: Schema = {
-    **_TRANSLATION,
+TRANSCRIPTION: Schema = {
+    **TRANSLATION,
     "properties": {
-        **_TRANSLATION["properties"],
+        **TRANSLATION["properties"],
         "language": {"type": "string", "description": "such as en; without it, the likeliest one"},
         "timestamp_granularities[]": {"type": "array", "items": {"enum": ["segment", "word"]}},
     },
@@ -121,8 +124,8 @@ ROUTES = (
             schema, ".openai.responses:Transcription", (JSON, SSE, TEXT, "text/vtt"), body_media=FORM,
         )
         for name, summary, schema in (
-            ("transcriptions", "Transcribe speech", _TRANSCRIPTION),
-            ("translations", "Translate speech into English", _TRANSLATION),
+            ("transcriptions", "Transcribe speech", TRANSCRIPTION),
+            ("translations", "Translate speech into English", TRANSLATION),
         )
     ),
     Route(

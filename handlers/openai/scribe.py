@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ...runtime.speech.settings import SpeechSettings
     from ...runtime.speech.windows import SpokenSegment
     from ...runtime.speech.words import SpokenWord
-    from ...runtime.step.images import SoundAttention
+    from ...runtime.step.images import PromptImage, SoundAttention
     from ...runtime.text.tokenizer import TextTokenizer
 
 MAX_SEED = (1 << 63) - 1
@@ -111,6 +111,7 @@ class Scribe:
         self._previous: list[int] = []  # tokens of the prompt, and of segments so far
         self._continues = options.condition_on_prev_tokens
         self._num_draws = 0
+        self._image: tuple[int, PromptImage] | None = None  # the last window's, with its first column
 
     async def windows(self) -> AsyncIterator[str]:
         """The text after each window; `transcript` has all of it at the end. Raises the engine's errors."""
@@ -305,22 +306,16 @@ class Scribe:
         **more: Any,
     ) -> SequenceOutcome:
         """The model's tokens behind the window that begins with this column, and these tokens."""
-        import numpy as np  # few servers need it here
-
-        from ...runtime.step.images import PromptImage
-
-        settings, sound, call = self._settings, self._sound, CALL.get()
-        window = np.zeros((1, len(sound), settings.window_columns), np.float32)
-        own = sound[:, first : first + settings.window_columns]
-        window[0, :, : own.shape[1]] = own
-        digest = hashlib.blake2b(window.tobytes(), digest_size=32, person=b"sound").digest()
-        places = np.arange(settings.num_places, dtype=np.int64)
-        prompt = (*(0,) * settings.num_places, *beginning)
+        call = CALL.get()
+        if self._image is None or self._image[0] != first:
+            self._image = first, self._window_image(first)
+        image = self._image[1]
+        prompt = (*(0,) * self._settings.num_places, *beginning)
         request = GenerationRequest(
             self._id,
             prompt,
             sampling=sampling,
-            images=(PromptImage(digest, window, np.zeros((0, 0), np.float32), places, attention=attention),),
+            images=(image if attention is None else replace(image, attention=attention),),
             priority=self._options.priority,
             **more,
         )
@@ -333,3 +328,16 @@ class Scribe:
                 for _, event in steps:
                     outcome.add(event)
         return outcome
+
+    def _window_image(self, first: int) -> PromptImage:
+        import numpy as np  # few servers need it here
+
+        from ...runtime.step.images import PromptImage
+
+        settings, sound = self._settings, self._sound
+        window = np.zeros((1, len(sound), settings.window_columns), np.float32)
+        own = sound[:, first : first + settings.window_columns]
+        window[0, :, : own.shape[1]] = own
+        digest = hashlib.blake2b(window.reshape(-1).data, digest_size=32, person=b"sound").digest()
+        places = np.arange(settings.num_places, dtype=np.int64)
+        return PromptImage(digest, window, np.zeros((0, 0), np.float32), places)

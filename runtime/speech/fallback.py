@@ -36,6 +36,6 @@ class Thresholds(Struct, frozen=True):
 
 
 def compression_ratio_of(text: str) -> float:
-    """Of its UTF-8 bytes; 0 of no text."""
+    """The size of its UTF-8 bytes relative to their zlib stream; 0 of no text."""
     data = text.encode()
     return len(data) / len(zlib.compress(data))

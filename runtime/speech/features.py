@@ -10,7 +10,6 @@ import numpy.typing as npt
 from .sound import SAMPLE_RATE, Samples
 
 HOP = 160  # samples from one column to the next
-COLUMNS_PER_S = SAMPLE_RATE // HOP
 _FRAME = 400  # samples of a column
 _HIGHEST_HZ = 8_000.0
 _COLUMNS_AT_ONCE = 1 << 12

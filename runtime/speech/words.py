@@ -50,7 +50,7 @@ def token_ends(heads: Iterable[Floats], num_places: int, filter_width: int) -> l
 
 
 def _median(rows: Floats, width: int) -> Floats:
-    """Of each number and its neighbours in the row, `width` together, which are mirrored at its ends."""
+    """The median of each number and its neighbours in the row, `width` together; rows are mirrored at their ends."""
     near = width // 2
     if rows.shape[1] <= near:
         return rows

@@ -62,12 +62,9 @@ class SoundAttention:
         self.heads = tuple(heads)
         self.num_places = num_places
         self.num_rows = num_rows
-        self.keys: list[npt.NDArray[np.float32] | None] = [None] * len(
-            heads
-        )  # (num_places, head_dim) of each head
-        self.queries: list[npt.NDArray[np.float32] | None] = [None] * len(
-            heads
-        )  # (num_rows, head_dim), scaled
+        # Of each head (num_places, head_dim), and (num_rows, head_dim), scaled.
+        self.keys: list[npt.NDArray[np.float32] | None] = [None] * len(heads)
+        self.queries: list[npt.NDArray[np.float32] | None] = [None] * len(heads)
 
     def add(
         self, number: int, position: int, queries: npt.NDArray[np.float32], keys: npt.NDArray[np.float32]

@@ -275,7 +275,7 @@ class Scribe:
         )
 
     def _seed(self) -> int | None:
-        """Of the next text: each has draws of its own."""
+        """The seed of the next text: each has draws of its own."""
         options = self._options
         self._num_draws += 1
         if options.seed is None and options.temperature:
@@ -293,7 +293,7 @@ class Scribe:
         return [self._text_of(each.tokens) for each in segments]
 
     def _text_of(self, tokens: Sequence[int]) -> str:
-        """Of the tokens but those of times."""
+        """The text of the tokens but those of times."""
         return self._tokenizer.decode([token for token in tokens if token < self._settings.times_from])
 
     async def _generate(

@@ -65,7 +65,7 @@ class Rectangle(msgspec.Struct, frozen=True):
 
 
 class Sides(msgspec.Struct, frozen=True):
-    """Of a resized image: the shorter one, or both."""
+    """The sides of a resized image in pixels: the shorter one, or both."""
 
     shortest_edge: int | None = None
     height: int | None = None
@@ -73,7 +73,7 @@ class Sides(msgspec.Struct, frozen=True):
 
 
 class ClipFile(PixelFile, frozen=True):
-    """Those of CLIP's processor; the last three are processor_config.json's."""
+    """The settings of CLIP's processor; the last three are processor_config.json's."""
 
     image_mean: tuple[float, float, float] = CLIP_MEAN
     image_std: tuple[float, float, float] = CLIP_STD
@@ -105,7 +105,7 @@ class ClipFile(PixelFile, frozen=True):
         return side
 
     def num_tokens(self, size: int) -> int:
-        """Of a tile of this size. Raises `ModelError`."""
+        """The tokens of a tile of this size. Raises `ModelError`."""
         if not 0 < self.patch_size <= size or not 0 <= self.num_additional_image_tokens <= 1:
             raise ModelError(
                 f"processor_config.json: patch_size is {self.patch_size}, but must be from 1 to {size}, and "

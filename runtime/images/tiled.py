@@ -60,7 +60,7 @@ class TiledFile(PixelFile, frozen=True):
 
 
 class AnyresFile(PixelFile, frozen=True):
-    """Those of LLaVA-OneVision; some are processor_config.json's."""
+    """The settings of LLaVA-OneVision's processor; some are processor_config.json's."""
 
     image_mean: tuple[float, float, float] = CLIP_MEAN
     image_std: tuple[float, float, float] = CLIP_STD
@@ -79,7 +79,7 @@ class AnyresFile(PixelFile, frozen=True):
 
 
 class UnscaledFile(ClipFile, frozen=True):
-    """Those of LLaVA-NeXT; some are processor_config.json's."""
+    """The settings of LLaVA-NeXT's processor; some are processor_config.json's."""
 
     image_grid_pinpoints: tuple[tuple[int, int], ...] = (
         (336, 672),
@@ -141,7 +141,7 @@ class TilingProcessor(ImageProcessor, frozen=True):
 
 
 class AnyresProcessor(ImageProcessor, frozen=True):
-    """That of LLaVA-OneVision and LLaVA-NeXT."""
+    """The processor of LLaVA-OneVision and LLaVA-NeXT: an image is its whole, and tiles of the grid that fits best."""
 
     file: AnyresFile | UnscaledFile
     tile_size: int

@@ -49,7 +49,7 @@ class SquareFile(PixelFile, frozen=True):
 
 
 class CroppedFile(ClipFile, frozen=True):
-    """Those of LLaVA 1.5, whose own image processor may pad."""
+    """The settings of LLaVA 1.5's processors, of which its own may pad."""
 
     image_processor_type: str = "CLIPImageProcessor"
     do_pad: bool = False
@@ -142,7 +142,7 @@ class SquareProcessor(ImageProcessor, frozen=True):
 
 
 class CroppedProcessor(ImageProcessor, frozen=True):
-    """That of LLaVA 1.5."""
+    """The processor of LLaVA 1.5: an image is one tile, its middle or all of it."""
 
     file: CroppedFile
     tile_size: int

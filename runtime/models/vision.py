@@ -238,7 +238,7 @@ def _neighbours(num: int, num_scaled: int) -> tuple[Int64s, Floats]:
 
 
 def _grid(config: VisionConfig, num_rows: int, num_columns: int) -> _Grid:
-    """Of a tile with these rows and columns of patches."""
+    """The order of a tile with these rows and columns of patches."""
     own = squares(num_rows, num_columns, config.square)
     num_patches = num_rows * num_columns
     # transformers takes positions from fp32 fractions, which of sizes that no model has are off by one here and there.

@@ -207,7 +207,7 @@ class VisionConfig(Struct, frozen=True):
 
     @property
     def most_patches(self) -> int:
-        """Of a tile."""
+        """The patches of the largest tile."""
         if self.tile_size:
             return self.patches_per_tile
         most = (2 * MAX_TILE_PIXELS // self.patch_size) ** 2  # of an image that a processor makes

@@ -309,7 +309,7 @@ def test_of_many_who_replace_a_version_only_one_wins(folder: Path) -> None:
 
 
 def test_a_deletion_waits_for_a_conditional_writer_of_the_object(folder: Path) -> None:
-    """What a writer has compared is still there when it replaces it."""
+    """An object that a writer has compared is there until the writer has replaced it."""
     store = FileStore(folder)
     store.put("m.json", b"first")
     with (folder / "m.json").open() as file:

@@ -26,7 +26,7 @@ def shares_of(seed: int, num_heads: int, num_tokens: int, num_places: int) -> np
 
 
 def expected_ends(shares: np.ndarray, num_places: int, width: int) -> list[float]:
-    """What transformers makes of the same attention."""
+    """The ends of tokens that transformers finds by the same attention, in seconds."""
     model: Any = SimpleNamespace(config=SimpleNamespace(decoder_layers=1, median_filter_width=width))
     made = WhisperGenerationMixin._extract_token_timestamps(
         model,
@@ -39,7 +39,7 @@ def expected_ends(shares: np.ndarray, num_places: int, width: int) -> list[float
 
 
 class Outputs(dict[str, Any]):
-    """Of a generation."""
+    """A generation's outputs, by attribute, too."""
 
     def __init__(self, cross_attentions: Any) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ def tokenizer(backend):
 
 @pytest.fixture(scope="module")
 def oracle(backend):
-    """What transformers makes of the same file."""
+    """The tokenizer that transformers reads from the same file."""
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token=BEGIN, eos_token=END, clean_up_tokenization_spaces=False
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -271,3 +272,24 @@ def assert_greedy(oracle: Any, prompts: Sequence[Sequence[int]], found: Sequence
 def prompts_of(num: int, *, seed: int = 0, longest: int = 30) -> list[tuple[int, ...]]:
     random = np.random.default_rng(seed)
     return [tuple(map(int, random.integers(0, 250, random.integers(1, longest)))) for _ in range(num)]
+
+
+def check_company(model: DirectModel, text: Sequence[int], *, kind: KVKind = KVKind.MODEL) -> None:
+    """The logits of a text of more than 260 tokens have the same bits in chunks, in company, and as a graph."""
+    end = len(text)
+    stepper = Stepper(model, kind=kind)
+    whole = stepper.run({"text": text})["text"].copy()
+    for name, cuts in {"a": (0, 2 * end // 3, end), "b": (0, 1, 17, 64, 255, 258, end - 1, end)}.items():
+        found = [stepper.run({name: text[first:last]})[name] for first, last in itertools.pairwise(cuts)]
+        np.testing.assert_array_equal(np.concatenate(found), whole)
+    stepper.close()
+    stepper = Stepper(model, kind=kind)
+    before = stepper.executor.num_graph_steps
+    stepper.run({"long": text[: end - 10], "short": text[:30]})
+    for at in range(10):
+        other, long, short = ([text[begin + at]] for begin in (50, end - 10, 30))
+        logits = stepper.run({"other": other, "long": long, "short": short})
+        np.testing.assert_array_equal(logits["long"][0], whole[end - 10 + at])
+        np.testing.assert_array_equal(logits["short"][0], whole[30 + at])
+    assert stepper.executor.num_graph_steps == before + 3
+    stepper.close()

@@ -95,7 +95,7 @@ _CORRECTIONS = {"e_score_correction_bias": "e_score_correction.bias", "expert_bi
 
 
 def tensors_and_config(source: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Of a file that was opened as a model."""
+    """The tensors and the config.json of a file that was opened as a model."""
     from safetensors.torch import load
 
     data, _ = source.read("model.safetensors", max_bytes=1 << 28)

@@ -215,7 +215,7 @@ LLAVA_PROCESSOR = {
 
 
 def theirs_of_llava(family: str, *, names: dict[str, Any] | None = None, **settings: Any) -> Any:
-    """Likewise, of LLaVA 1.5 or LLaVA-NeXT; of the former's own image processor, where the settings say `do_pad`."""
+    """The processor of LLaVA 1.5 or LLaVA-NeXT in transformers: with `do_pad` the former's own."""
     own = LlavaImageProcessorPil if "do_pad" in settings else CLIPImageProcessorPil
     kinds = {"llava": (LlavaProcessor, own), "llava_next": (LlavaNextProcessor, LlavaNextImageProcessorPil)}
     processor, of_images = kinds[family]

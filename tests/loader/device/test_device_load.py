@@ -124,7 +124,7 @@ def test_a_sketch_a_draft_and_exact_weights_come_in_turn(device: SimulatedDevice
 def test_pruned_weights_come_in_turn_with_their_zeros(
     device: SimulatedDevice, sketch_bits: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the host decodes them, in parts and images that cut matrices anywhere; other matrices are dense."""
+    """Pruned matrices next to dense ones, in parts and images that cut them anywhere, against the host's decoder."""
     monkeypatch.setattr(pieces, "MAX_PIECE_BYTES", 100_000)
     contents = llama_contents(hidden=160)
     for name, (dtype, shape, data) in contents.items():

@@ -166,7 +166,7 @@ def lane_of(tokens: list[int], blocks: range, *images: Any) -> Lane:
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("num_images", [1, 2])
 def test_logits_with_images_are_those_of_transformers(text: str, num_images: int) -> None:
-    """Of one image, which is a grid but for LLaVA 1.5, and of two; and the same bits in company and by chunks."""
+    """One image, which is a grid but for LLaVA 1.5, and two; and the same bits in company and by chunks."""
     family, settings = TEXTS[text]
     model = tiny_vision_model(family, text={"model_type": text, **settings})
     pictures = [picture(100, 70), picture(20, 90)][:num_images]

@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.runtime.backends.cuda.direct.test_products import FORMATS, WORDS, Multiplier, matrix_of, rows_of
 from tests.support.decoding import Stepper as HostStepper
-from tests.support.direct_engine import MIXTURES, TEXT, DirectModel, DirectRig, Stepper, prompts_of
+from tests.support.direct_engine import (
+    MIXTURES,
+    TEXT,
+    DirectModel,
+    DirectRig,
+    Stepper,
+    check_company,
+    prompts_of,
+)
 from tests.support.direct_kernels import Device, needs_kernels
 from tests.support.direct_program import tensors_of
 from tests.support.gptq_awq_checkpoints import foreign_checkpoint
@@ -265,21 +273,7 @@ def mixture() -> Iterator[DirectModel]:
 
 
 def test_a_text_has_the_same_bits_in_chunks_in_company_and_as_a_graph(mixture: DirectModel) -> None:
-    stepper = Stepper(mixture)
-    whole = stepper.run({"text": TEXT[:450]})["text"].copy()
-    for name, cuts in {"a": (0, 300, 450), "b": (0, 1, 17, 64, 255, 258, 449, 450)}.items():
-        found = [stepper.run({name: TEXT[first:end]})[name] for first, end in itertools.pairwise(cuts)]
-        np.testing.assert_array_equal(np.concatenate(found), whole)
-    stepper.close()
-    stepper = Stepper(mixture)
-    stepper.run({"long": TEXT[:440], "short": TEXT[:30]})
-    for at in range(10):
-        other, long, short = ([TEXT[begin + at]] for begin in (50, 440, 30))
-        logits = stepper.run({"other": other, "long": long, "short": short})
-        np.testing.assert_array_equal(logits["long"][0], whole[440 + at])
-        np.testing.assert_array_equal(logits["short"][0], whole[30 + at])
-    assert stepper.executor.num_graph_steps == 3
-    stepper.close()
+    check_company(mixture, TEXT[:450])
 
 
 @pytest.mark.parametrize("family", MIXTURES)

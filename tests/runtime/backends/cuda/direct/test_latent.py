@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +12,14 @@ import pytest
 import torch
 from msgspec.structs import replace
 from tests.support.decoding import Stepper as HostStepper
-from tests.support.direct_engine import LATENTS, TEXT, DirectModel, DirectRig, Stepper, prompts_of
+from tests.support.direct_engine import (
+    LATENTS,
+    TEXT,
+    DirectModel,
+    DirectRig,
+    check_company,
+    prompts_of,
+)
 from tests.support.direct_kernels import Device, needs_kernels
 from tests.support.direct_program import tensors_of
 from tests.support.gptq_awq_checkpoints import foreign_checkpoint
@@ -290,22 +296,7 @@ def deepseek() -> Iterator[DirectModel]:
 def test_a_text_has_the_same_bits_in_chunks_in_company_and_as_a_graph(
     deepseek: DirectModel, kind: KVKind
 ) -> None:
-    stepper = Stepper(deepseek, kind=kind)
-    whole = stepper.run({"text": TEXT[:300]})["text"].copy()
-    for name, cuts in {"a": (0, 200, 300), "b": (0, 1, 17, 64, 255, 258, 299, 300)}.items():
-        found = [stepper.run({name: TEXT[first:end]})[name] for first, end in itertools.pairwise(cuts)]
-        np.testing.assert_array_equal(np.concatenate(found), whole)
-    stepper.close()
-    stepper = Stepper(deepseek, kind=kind)
-    before = stepper.executor.num_graph_steps
-    stepper.run({"long": TEXT[:280], "short": TEXT[:30]})
-    for at in range(10):
-        other, long, short = ([TEXT[begin + at]] for begin in (50, 280, 30))
-        logits = stepper.run({"other": other, "long": long, "short": short})
-        np.testing.assert_array_equal(logits["long"][0], whole[280 + at])
-        np.testing.assert_array_equal(logits["short"][0], whole[30 + at])
-    assert stepper.executor.num_graph_steps == before + 3
-    stepper.close()
+    check_company(deepseek, TEXT[:300], kind=kind)
 
 
 @pytest.mark.parametrize("flags", [("int8",), ("int4", "--asymmetric")], ids=" ".join)

@@ -162,9 +162,8 @@ class LatentLaunches(RowLaunches):
         """From sums of latents to the rows' outputs, those of all heads side by side."""
         spec, latent, sums = self._spec, self._latent, self.arrays.sums
         layout = MatrixLayout("float", latent.rank, latent.rank, scale_rows=1, scale_kind=0, bias_kind=0)
-        of_keys = (
-            latent.plain_dim * latent.rank * spec.dtype.size_bytes
-        )  # a head's rows before those for values
+        # Of a head's rows, those for keys come first.
+        of_keys = latent.plain_dim * latent.rank * spec.dtype.size_bytes
         part = MatrixPart(weight=self._address(number) + of_keys)
         x = Array(sums.address, (sums.shape[0], latent.rank), sums.dtype)
         product = HeadProduct(

@@ -362,6 +362,8 @@ class Writer(ABC):
     failed write leaves nothing behind even where its caller does not clean up.
     """
 
+    _is_open = False  # until it is made: Ctrl-C may leave one that never was
+
     def __init__(self) -> None:
         self._info: ObjectInfo | None = None
         self._is_open = True

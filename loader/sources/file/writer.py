@@ -37,7 +37,7 @@ class Folder:
         self.root = os.path.abspath(path)
         # The root and folders above it, where writing had to make them.
         self._made: set[str] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a lost writer's end may come while this thread makes a folder
 
     def path_of(self, name: str) -> str:
         """The file behind a checked name."""
@@ -62,8 +62,9 @@ class Folder:
             while folder in self._made or folder.startswith(os.path.join(self.root, "")):
                 try:
                     os.rmdir(folder)
-                # Not empty, or gone already: then nothing above it is empty because of us.
-                except OSError:
+                except FileNotFoundError:
+                    pass  # Ctrl-C came before it was made; those above it may be there
+                except OSError:  # not empty: then nothing above it is
                     return
                 self._made.discard(folder)
                 folder = os.path.dirname(folder)
@@ -124,24 +125,27 @@ class FileWriter(Writer):
     def __init__(
         self, folder: Folder, name: str, *, if_absent: bool = False, if_version: str | None = None
     ) -> None:
-        super().__init__()
-        self._maker = 0  # the process whose temporary file it is, once there is one
+        self._maker = os.getpid()  # whose temporary file it is: a fork's copy of this object removes nothing
         self._folder = folder
         self._name = name
         self._path = folder.path_of(name)
         self._if_absent = if_absent
         self._if_version = if_version
-        with folder.translated(name):
-            self._fd, self._temporary = _new_temporary(folder, os.path.dirname(self._path))
-        self._maker = os.getpid()
+        self._temporary, self._fd = "", -1
+        super().__init__()
+        try:
+            with folder.translated(name):
+                self._make_temporary(os.path.dirname(self._path))
+        except BaseException:  # Ctrl-C, or the disk
+            with suppress(SourceError):
+                self.abort()
+            raise
 
     def __del__(self) -> None:
-        # Ctrl-C may come when it was made, and before a caller has it that could abort it. Folders
-        # that are left empty are removed with the object, which an abort deletes.
+        # Ctrl-C may come when it was made, and before a caller has it that could abort it.
         if self._is_open and self._maker == os.getpid():
-            with suppress(OSError):
-                os.unlink(self._temporary)
-            os.close(self._fd)
+            with suppress(SourceError):
+                self.abort()
 
     def _append(self, data: bytes | bytearray | memoryview) -> None:
         rest = memoryview(data).cast("B")
@@ -164,7 +168,7 @@ class FileWriter(Writer):
                 os.replace(self._temporary, self._path)
             _sync_folder(os.path.dirname(self._path))
             info = file_info(self._name, os.fstat(self._fd))
-            os.close(self._fd)
+            self._close()
         return info
 
     def _link(self) -> None:
@@ -185,10 +189,37 @@ class FileWriter(Writer):
 
     def _discard(self) -> None:
         with self._folder.translated(self._name):
-            with suppress(FileNotFoundError):
-                os.unlink(self._temporary)
-            os.close(self._fd)
+            if self._temporary:
+                with suppress(FileNotFoundError):
+                    os.unlink(self._temporary)
+            self._close()
         self._folder.prune(os.path.dirname(self._path))
+
+    def _make_temporary(self, directory: str) -> None:
+        """Open a new, locked temporary file in `directory`, which is made where it is missing."""
+        for attempts_left in reversed(range(MAX_ATTEMPTS)):
+            path = os.path.join(directory, f"{_PREFIX}{os.urandom(8).hex()}{_SUFFIX}")
+            try:
+                self._folder.make(directory)
+                _remove_leftovers(directory)
+                self._temporary = path  # known before it is there: Ctrl-C may come right behind
+                self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            except FileNotFoundError:  # pruned meanwhile by another writer that gave up or deleted
+                if attempts_left:
+                    continue
+                raise
+            # A file system without locks: then no leftovers are removed either.
+            with suppress(OSError):
+                fcntl.flock(self._fd, fcntl.LOCK_EX)
+            if os.fstat(self._fd).st_nlink > 0:
+                return
+            self._close()  # taken for a leftover before it was locked
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), directory)
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def _lost(self, detail: str) -> AlreadyExistsError:
         return AlreadyExistsError(
@@ -196,32 +227,6 @@ class FileWriter(Writer):
             source=self._folder.root,
             name=self._name,
         )
-
-
-def _new_temporary(folder: Folder, directory: str) -> tuple[int, str]:
-    """An open, locked temporary file in `directory`, which is made where it is missing."""
-    for attempts_left in reversed(range(MAX_ATTEMPTS)):
-        path = os.path.join(directory, f"{_PREFIX}{os.urandom(8).hex()}{_SUFFIX}")
-        try:
-            folder.make(directory)
-            _remove_leftovers(directory)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-            # A file system without locks: then no leftovers are removed either.
-            with suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_EX)
-            if os.fstat(fd).st_nlink > 0:
-                return fd, path
-        except FileNotFoundError:  # pruned meanwhile by another writer that gave up or deleted
-            if attempts_left:
-                continue
-            raise
-        except BaseException:  # Ctrl-C, or the disk: no caller has the file yet and could remove it
-            with suppress(OSError):
-                os.unlink(path)
-            folder.prune(directory)
-            raise
-        os.close(fd)  # taken for a leftover before it was locked
-    raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), directory)
 
 
 def _remove_leftovers(directory: str) -> None:

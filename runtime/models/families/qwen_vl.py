@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ...errors import ModelError
 from ..decoder_config import DecoderConfig, LayerNames
 from ..fields import Fields, text_fields
 from ..rope_config import RopeConfig
@@ -102,9 +103,14 @@ def _qwen3_mixture(text: Fields) -> DecoderConfig:
 def _axes(text: Fields, family: str, num: int) -> tuple[int, ...]:
     """The axis of each of a head's `num` frequencies: runs of them in turn, or one by one, the rest by time."""
     key = "rope_parameters" if "rope_parameters" in text else "rope_scaling"
-    default = _SECTIONS.get(family, (11, 11, 10))
-    rope = Fields(text.get(key) or {}, where=f"{key}.").filled({"mrope_section": default})
+    rope = Fields(text.get(key) or {}, where=f"{key}.")
     sections = rope.get("mrope_section")
+    if sections is None and sum(sections := _SECTIONS.get(family, (11, 11, 10))) != num:
+        raise ModelError(
+            f"config.json has no {key}.mrope_section, and {list(sections)}, which {family} has without it, "
+            f"are not the {num} frequencies of a head",
+            hint="Give how many frequencies follow time, height and width.",
+        )
     if not isinstance(sections, list | tuple) or any(type(each) is not int or each < 0 for each in sections):
         raise rope.wrong("mrope_section", "but must be a list of whole numbers")
     if sum(sections) != num:

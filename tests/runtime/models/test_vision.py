@@ -291,6 +291,10 @@ def test_configs_that_cannot_be_computed_are_refused_by_name(change: dict[str, A
             r"mrope_section is list, but the 8 freq",
         ),
         (
+            {"text_config": {"rope_parameters": {"mrope_section": None}}},
+            r"no rope_parameters.mrope_section, and \[16, 24, 24\], .* are not the 8 frequencies",
+        ),
+        (
             {"text_config": {"rope_parameters": {"mrope_section": [-1, 9]}}},
             r"but must be a list of whole numbers",
         ),

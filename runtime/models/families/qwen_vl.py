@@ -105,12 +105,14 @@ def _axes(text: Fields, family: str, num: int) -> tuple[int, ...]:
     key = "rope_parameters" if "rope_parameters" in text else "rope_scaling"
     rope = Fields(text.get(key) or {}, where=f"{key}.")
     sections = rope.get("mrope_section")
-    if sections is None and sum(sections := _SECTIONS.get(family, (11, 11, 10))) != num:
-        raise ModelError(
-            f"config.json has no {key}.mrope_section, and {list(sections)}, which {family} has without it, "
-            f"are not the {num} frequencies of a head",
-            hint="Give how many frequencies follow time, height and width.",
-        )
+    if sections is None:
+        sections = _SECTIONS.get(family, (11, 11, 10))
+        if sum(sections) != num:
+            raise ModelError(
+                f"config.json has no {key}.mrope_section, and {list(sections)}, which {family} has without it, "
+                f"are not the {num} frequencies of a head",
+                hint="Give how many frequencies follow time, height and width.",
+            )
     if not isinstance(sections, list | tuple) or any(type(each) is not int or each < 0 for each in sections):
         raise rope.wrong("mrope_section", "but must be a list of whole numbers")
     if sum(sections) != num:

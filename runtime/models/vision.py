@@ -128,14 +128,15 @@ class VisionTower(Struct, frozen=True, eq=False):
         config, item = self.config, self.dtype.size_bytes
         num_patches = height // config.patch_size * (width // config.patch_size) or config.most_patches
         num_rows = num_patches + (config.names.class_row is not None)
-        # Of a row: its patch twice; the states of it and of deep layers, what they are made of, and what becomes of
-        # them; what it turns by, and where it is.
-        patch = 2 * 3 * config.num_frames * config.patch_size**2
+        patches = num_rows * 3 * config.num_frames * config.patch_size**2 * item
+        band = 3 * max(_BAND_PIXELS, (width or MAX_TILE_PIXELS) * config.patch_size)
+        making = patches + _WIDE_BYTES * band
+        # Then patches in another order or packed, too; the states of a row and of deep layers, what they are made of,
+        # and what becomes of them.
         states = (6 + len(config.deep_layers)) * config.hidden_size + 2 * config.connector_width
-        places = 16 * config.hidden_size // config.num_heads + 256
-        band = max(_BAND_PIXELS, (width or MAX_TILE_PIXELS) * config.patch_size)
-        wide = _WIDE_BYTES * max(3 * band, BAND_ROWS * config.hidden_size)
-        return num_rows * ((patch + states) * item + places) + wide + self.executor.working_bytes(num_rows)
+        embedding = 2 * patches + num_rows * states * item + _WIDE_BYTES * BAND_ROWS * config.hidden_size
+        places = 16 * config.hidden_size // config.num_heads + 256  # what a row turns by, and where it is
+        return max(making, embedding) + num_rows * places + self.executor.working_bytes(num_rows)
 
     def encode(
         self, tiles: Tiles, levels: Levels, is_over: Callable[[], bool] = lambda: False

@@ -300,7 +300,8 @@ def test_quantised_mixtures_say_what_the_cpu_says(flags: tuple[str, ...], tmp_pa
     assert cli.run(["pack", str(folder), str(packed), "--quantize", *flags, "--quiet"]) == 0
     assert cli.run(["unpack", str(packed), str(plain), "--quiet"]) == 0
     config, tensors = json.loads((plain / "config.json").read_text()), tensors_of(plain / "model.safetensors")
-    model, prompt = DirectModel(config, tensors), prompts_of(1, seed=10)[0]
+    # A prompt whose every next token leads by more than 0.2 on the CPU: orders of sums shift logits by 0.1.
+    model, prompt = DirectModel(config, tensors), prompts_of(1, seed=124)[0]
     with DirectRig(model) as rig:
         (found,) = rig.say([prompt], 6)
     model.close()

@@ -80,9 +80,13 @@ class Range:
         return Probe(time_s, generation.num_cached_tokens, self._rig.model.num_rows)
 
     def trial(self, salt: str, *, victim_asked_it: bool) -> Probe:
-        secret = self.new_prompt()
-        self.ask(secret if victim_asked_it else self.new_prompt(), VICTIM)
-        return self.ask(secret, salt)
+        """Both prompts are made in either trial, and the guess is the attacker's own copy, token by token: objects that
+        the victim's request has just used would still be in the processor's caches.
+        """
+        secret, other = self.new_prompt(), self.new_prompt()
+        guess = tuple(int(str(token)) for token in secret)
+        self.ask(secret if victim_asked_it else other, VICTIM)
+        return self.ask(guess, salt)
 
     def measure(self, salt: str, num_pairs: int) -> tuple[list[Probe], list[Probe]]:
         """Probes after the victim asked the same, and after it asked something else."""

@@ -146,28 +146,36 @@ class VisionTower(Struct, frozen=True, eq=False):
 
         Blocks until the weights arrive, layer by layer, and raises the load's error if they never do.
         """
-        weights, executor, config = self.weights.encoder, self.executor, self.config
-        grid = _grid(config, tiles.shape[2] // config.patch_size, tiles.shape[3] // config.patch_size)
-        whole = grid.windows[[0, -1]]
+        size = self.config.patch_size
+        grid = _grid(self.config, tiles.shape[2] // size, tiles.shape[3] // size)
         for tile in tiles:
-            weights.entry_gate(np.arange(config.hidden_size))
-            x = executor.embed(self._patches(tile, levels)[grid.places], grid.taps, grid.shares)
-            deep = []
-            for index, layer in enumerate(weights.layers):
-                if is_over():
-                    return
-                layer.gate()
-                starts = whole if index in config.full_layers else grid.windows
-                x = executor.layers(index, index + 1, x, starts, grid.turns)
-                if index in config.deep_layers:
-                    deep.append(x.copy())
-            if weights.head_gate is not None:
-                weights.head_gate()
-            rows = executor.connect(x, grid.order)
-            if deep:
-                more = [executor.connect_deep(number, x, grid.order) for number, x in enumerate(deep)]
-                rows = np.concatenate([rows, *more], axis=1)
+            rows = self._encode_tile(tile, levels, grid, is_over)
+            if rows is None:
+                return
             yield rows
+
+    def _encode_tile(
+        self, tile: npt.NDArray[np.uint8], levels: Levels, grid: _Grid, is_over: Callable[[], bool]
+    ) -> Rows | None:
+        weights, executor, config = self.weights.encoder, self.executor, self.config
+        weights.entry_gate(np.arange(config.hidden_size))
+        x = executor.embed(self._patches(tile, levels)[grid.places], grid.taps, grid.shares)
+        deep = []
+        for index, layer in enumerate(weights.layers):
+            if is_over():
+                return None
+            layer.gate()
+            starts = grid.windows[[0, -1]] if index in config.full_layers else grid.windows
+            x = executor.layers(index, index + 1, x, starts, grid.turns)
+            if index in config.deep_layers:
+                deep.append(x.copy())
+        if weights.head_gate is not None:
+            weights.head_gate()
+        rows = executor.connect(x, grid.order)
+        if deep:
+            more = [executor.connect_deep(number, x, grid.order) for number, x in enumerate(deep)]
+            rows = np.concatenate([rows, *more], axis=1)
+        return rows
 
     def join(self, parts: Sequence[Rows], layout: TileLayout | None) -> Rows:
         """The rows of an image out of its tiles', which `encode` has made."""
